@@ -36,7 +36,7 @@ def override(name: str, value: Any) -> str:
         return f"{name}={str(value).lower()}"
     text = str(value)
     plain = PLAIN.fullmatch(text) and text.lower() not in KEYWORDS
-    return f"{name}={text if plain else _quoted(text)}"
+    return f"{name}={text if plain else QuotedString(escaped(text), Quote.single).with_quotes()}"
 
 
 def escaped(value: Any) -> Any:
@@ -49,10 +49,6 @@ def escaped(value: Any) -> Any:
         return value
     # Its escape is a backslash, and two for each that stands before it.
     return re.sub(r"(\\*)\$\{", lambda found: rf"{found[1] * 2}\${{", value)
-
-
-def _quoted(text: str) -> str:
-    return QuotedString(escaped(text), Quote.single).with_quotes()
 
 
 def readable(arguments: Sequence[str]) -> list[str]:

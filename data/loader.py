@@ -7,7 +7,7 @@ any number of ranks.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -57,7 +57,9 @@ class BatchLoader:
         self.separator = separator
         self.pin_memory = pin_memory
         self.sequences = self.order.sequences
-        self._maker = ThreadPoolExecutor(1, "batches", initializer=_use_this_gpu() if pin_memory else None)
+        # A thread that pins memory would use the first GPU, and allocate memory there.
+        gpu = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
+        self._maker = ThreadPoolExecutor(1, "batches", *gpu)
         self._ahead: tuple[tuple[int, int], Future] | None = None  # (step, micro-step) and its batch
 
     def epoch_of(self, step: int) -> float:
@@ -108,14 +110,15 @@ class BatchLoader:
 def _cut(
     tokens: TokenShards | Mixture, context: int, sequences: int | None, seed: int
 ) -> tuple[TokenShards, EpochOrder] | tuple[MixedTokens, MixedOrder]:
-    if not isinstance(tokens, Mixture):
-        return tokens, EpochOrder(_sequences_of_an_epoch(tokens, context, sequences), seed=seed)
-    return tokens.cut(context, seed=seed)
-
-
-def _use_this_gpu() -> Callable[[], None]:
-    """For a thread that pins memory: by default it would use the first GPU, and allocate memory there."""
-    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+    if isinstance(tokens, Mixture):
+        return tokens.cut(context, seed=seed)
+    available = count_sequences(tokens, context)
+    if sequences is not None and not 1 <= sequences <= available:
+        raise ValueError(
+            f"train_sequences={sequences}, but {tokens.name} holds {available} sequences of "
+            f"context={context}; use 1 to {available}, or null for all"
+        )
+    return tokens, EpochOrder(sequences or available, seed=seed)
 
 
 def evaluation_batches(
@@ -143,16 +146,6 @@ def evaluation_batches(
     for first in range(rank * micro_batch, used, ranks * micro_batch):
         indices = np.arange(first, min(first + micro_batch, used))
         yield stack_sequences(tokens, indices, context, separator=separator)
-
-
-def _sequences_of_an_epoch(tokens: TokenShards, context: int, wanted: int | None) -> int:
-    available = count_sequences(tokens, context)
-    if wanted is not None and not 1 <= wanted <= available:
-        raise ValueError(
-            f"train_sequences={wanted}, but {tokens.name} holds {available} sequences of context={context}; "
-            f"use 1 to {available}, or null for all"
-        )
-    return wanted or available
 
 
 def stack_sequences(

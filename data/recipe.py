@@ -323,10 +323,7 @@ def _problems(settings: DataSettings, recipes: list[Recipe]) -> Iterator[str]:
             yield f"{where}.folder={text.folder} must be a folder in data.root, not a path"
         for key in ("name", "val_split"):
             if (value := getattr(text, key)) is not None and key not in recipe.source.settings:
-                yield (
-                    f"{where}.{key}={value} is of data=huggingface, not {text.source}; the tokens' folder is "
-                    f"{where}.folder"
-                )
+                yield f"{where}.{key}={value} is of data=huggingface, not {text.source}; leave it out"
 
 
 def _check_apart(recipes: list[Recipe]) -> None:

@@ -86,3 +86,10 @@ def assert_same_weights(left, right):
     a, b = (load_file(run_dir / "weights" / "model.safetensors") for run_dir in (left, right))
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def flip(file, byte, bits=1):
+    """Flip bits of a byte of a file."""
+    content = bytearray(file.read_bytes())
+    content[byte] ^= bits
+    file.write_bytes(content)

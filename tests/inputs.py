@@ -15,3 +15,10 @@ def largest_logit(q, k):
     """The largest magnitude of QKᵀ/√D where the causal mask admits it, in float64."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     return (q.double() @ k.double().mT / q.shape[-1] ** 0.5).tril().abs().max().item()
+
+
+def gradients(function, q, k, v, grad_out, *arguments, **settings):
+    """[out, dq, dk, dv], without the accumulation of backward()."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = function(*leaves, *arguments, **settings)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]

@@ -16,22 +16,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 
 import trainer.loop
 from tests import rank_work, warm
-from tests.cli import ROOT, assert_same_run, losses, metrics, start, wait_for_step
-from trainer import distributed, identity, launch, machine, settings
+from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
+from trainer import distributed, identity, launch, machine
 from trainer.errors import Interrupted, LostRanks, TrainingError
 from trainer.loop import Trainer
-from trainer.settings import Settings
-
-
-def composed(*overrides: str) -> Settings:
-    settings.register()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return OmegaConf.to_object(compose("train", overrides=["experiment=debug", *overrides]))
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
@@ -46,9 +37,9 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
     """One rank and two; copies of the model, shares of it, of sequences, with and without recomputation."""
 
     def named(name, *overrides):
-        common = ("hardware.micro_batch=1", "eval_sequences=7", f"data.root={datasets}", "attention=sagebwd")
+        common = ("hardware.micro_batch=1", "eval_sequences=7", "attention=sagebwd", "probe.every=4")
         short = ("steps=4", "checkpoint_every=2", "eval_every=2", "sample_tokens=1")
-        return composed(*common, *short, f"run_dir={tmp_path / name}", *overrides)
+        return warm.debug_settings(datasets, *common, *short, f"run_dir={tmp_path / name}", *overrides)
 
     def muon(name, *overrides):
         cheap = ("attention=fpa", "probe.every=0", "sample_tokens=0", "eval_every=4")
@@ -97,7 +88,7 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         assert_close(tmp_path / "muon" / "one", tmp_path / "muon" / name, records=5, tolerance=3e-4)
 
 
-def assert_close(expected: Path, found: Path, records: int = 6, tolerance: float = 2e-5) -> None:
+def assert_close(expected: Path, found: Path, records: int = 7, tolerance: float = 2e-5) -> None:
     """The same records but for the rounding of sums in another order."""
     left_records, right_records = metrics(expected), metrics(found)
     assert len(left_records) == len(right_records) == records
@@ -215,16 +206,8 @@ def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_pa
 
 
 def stop_at_step(step: int) -> None:
-    """Ask this rank alone to stop while it computes a step."""
-    original = Trainer._train_step
-
-    def train_step(trainer):
-        result = original(trainer)
-        if trainer.step == step - 1:  # the exchange of this step is over
-            os.kill(os.getpid(), signal.SIGUSR1)
-        return result
-
-    Trainer._train_step = train_step
+    """Ask this rank alone to stop when the exchange of a step is over."""
+    warm.at_step(step - 1, lambda trainer: os.kill(os.getpid(), signal.SIGUSR1), after=True)
 
 
 def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path):
@@ -290,16 +273,12 @@ def test_ranks_with_other_code_or_packages_are_told_apart(datasets, tmp_path, mo
 
 def flip_a_bit(step: int, key: str) -> None:
     """In one weight of this rank, after a step."""
-    original = Trainer._train_step
 
-    def train_step(trainer):
-        result = original(trainer)
-        if trainer.step == step - 1:
-            weight = dict(trainer.llama.named_parameters())[key].detach().flatten()
-            weight.view(torch.int32)[5] ^= 1
-        return result
+    def flip(trainer):
+        weight = dict(trainer.llama.named_parameters())[key].detach().flatten()
+        weight.view(torch.int32)[5] ^= 1
 
-    Trainer._train_step = train_step
+    warm.at_step(step - 1, flip, after=True)
 
 
 def compare_every(steps: int) -> None:

@@ -1,7 +1,5 @@
 """train.py as a user runs it: in processes of its own, killed, continued, in parallel, in sweeps."""
 
-import os
-import random
 import re
 import signal
 import sys
@@ -10,7 +8,7 @@ import time
 import pytest
 
 from tests import warm
-from tests.cli import assert_same_run, kill_at_step, losses, metrics, run, run_fresh, wait_for_step
+from tests.cli import assert_same_run, kill_at_step, losses, metrics, run, run_fresh
 
 
 def test_a_whole_run(command, tmp_path):
@@ -36,27 +34,6 @@ def test_a_whole_run(command, tmp_path):
     assert metrics(run_dir) == records
 
 
-def test_killed_at_random_steps_and_continued_is_the_same_run_bit_for_bit(datasets, tmp_path):
-    overrides = ("attention=sagebwd", "steps=40", "checkpoint_every=3", "eval_every=7", "log_every=1")
-    overrides += ("probe.every=5", "spike.window=8", "spike.threshold=2", "spike.skip=true")
-    warm.run(warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'whole'}"))
-    killed = tmp_path / "killed"
-    settings = warm.debug_settings(datasets, *overrides, f"run_dir={killed}")
-    steps = sorted(random.sample(range(2, 38), 3))
-    print("killed at", steps)
-    for step in steps:
-        process = warm.start(settings)
-        wait_for_step(process.is_alive, killed, step)
-        process.kill()
-        warm.finish(process, settings, code=-signal.SIGKILL)
-        assert not (killed / "DONE").exists()
-    warm.run(settings)
-    assert_same_run(tmp_path / "whole", killed)
-    spikes = (killed / "spikes.jsonl").read_text()
-    assert '"skipped": true' in spikes
-    assert spikes == (tmp_path / "whole" / "spikes.jsonl").read_text()
-
-
 @pytest.mark.parametrize(("number", "devices"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_asked_to_stop_it_saves_and_continues_exactly(command, datasets, tmp_path, number, devices):
     overrides = ("steps=40", "checkpoint_every=1000", "hardware.micro_batch=2")
@@ -74,30 +51,6 @@ def test_asked_to_stop_it_saves_and_continues_exactly(command, datasets, tmp_pat
 
 def train_warm(settings, devices):
     return warm.run(settings) if devices == 1 else warm.two_ranks(settings, [], [])
-
-
-def test_two_ranks_train_as_one(datasets, tmp_path):
-    overrides = ("attention=sagebwd", "tps=2.1m", "steps=3", "probe.every=3", "sample_tokens=1")
-    for devices, name in enumerate(("one", "two"), start=1):
-        train_warm(warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / name}"), devices)
-    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
-    assert len(one) == len(two)
-    assert [record["step"] for record in two if "probe/layer_0/dq_l2" in record] == [3]
-    for left, right in zip(one, two, strict=True):
-        assert left.keys() == right.keys()
-        for key in left.keys() & {"loss", "val_loss", "grad_norm"}:
-            assert left[key] == pytest.approx(right[key], rel=2e-5), (key, left, right)
-
-
-def test_a_rank_that_fails_ends_the_run_with_its_message(command, tmp_path):
-    output = run(
-        command(
-            "hardware.devices=2", "hardware.micro_batch=2", "optimizer.lr=1e30", f"run_dir={tmp_path / 'run'}"
-        ),
-        code=1,
-    )
-    assert "is not finite" in output
-    assert "skip_nonfinite=true" in output
 
 
 def test_steps_that_are_not_finite_stop_the_run_or_are_skipped(datasets, tmp_path):
@@ -178,39 +131,6 @@ def test_bad_command_lines_stop_within_seconds(command, tmp_path, overrides, nam
     assert not (tmp_path / "run").exists()
 
 
-def test_text_too_short_for_the_context_names_the_longest(command, tmp_path):
-    book = tmp_path / "book.txt"
-    book.write_text("It was a dark and stormy night.\n" * 10)
-    own_text = ("data=text", f"data.path={book}", "data.tokenizer=bytes", f"run_dir={tmp_path / 'run'}")
-    output = run(command(*own_text), code=1)
-    assert re.search(r"\(val\) has \d+ tokens, too few .* use context=\d+ or less", output)
-    assert "Traceback" not in output
-    run(command(*own_text, "context=16"))
-
-
-def test_a_run_does_not_continue_on_other_text(datasets, tmp_path):
-    book, run_dir = tmp_path / "book.txt", tmp_path / "run"
-    book.write_text("It was a dark and stormy night.\n" * 100)
-    own_text = ("data=text", f"data.path={book}", "data.tokenizer=bytes", f"run_dir={run_dir}")
-    warm.run(warm.debug_settings(datasets, *own_text))
-    (run_dir / "DONE").unlink()
-    moved = tmp_path / "elsewhere" / "book.txt"
-    moved.parent.mkdir()
-    book.rename(moved)
-    warm.run(warm.debug_settings(datasets, *own_text, f"data.path={moved}"))
-    (run_dir / "DONE").unlink()
-    book.write_text("The rain fell in torrents.\n" * 100)
-    output = warm.run(warm.debug_settings(datasets, *own_text), code=1)
-    assert "was trained on other text" in output
-    assert "Traceback" not in output
-
-
-def test_missing_data_names_the_command_that_makes_it(command, tmp_path):
-    output = run(command("data=openwebtext", "model.vocab_size=50304", f"run_dir={tmp_path / 'run'}"), code=1)
-    assert "python -m data.prepare data=openwebtext" in output
-    assert "Traceback" not in output
-
-
 def test_help_teaches_without_importing_what_only_training_needs(tmp_path, monkeypatch):
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path))
     for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
@@ -244,22 +164,3 @@ def test_a_missing_package_is_said_in_one_line(program):
 def test_a_program_that_imports_the_packages_has_its_own_tracebacks():
     program = "import sys, data.prepare, trainer.interrupt; print(sys.excepthook is sys.__excepthook__)"
     assert run_fresh([sys.executable, "-c", program]) == "True\n"
-
-
-def test_corrupt_shard_is_refused_by_name(tmp_path):
-    def settings(name):
-        return warm.debug_settings(tmp_path / "data", f"run_dir={tmp_path / name}")
-
-    warm.run(settings("run"))
-    shard = next((tmp_path / "data").rglob("train_*.bin"))
-    content = bytearray(shard.read_bytes())
-    content[100] ^= 1
-    shard.write_bytes(content)
-    output = warm.run(settings("other"), code=1)
-    assert shard.name in output
-    assert "Traceback" not in output
-    os.truncate(shard, 1000)
-    assert shard.name in warm.run(settings("third"), code=1)
-    shard.unlink()
-    run_fresh([sys.executable, "-m", "data.prepare", "data=embedded", f"data.root={tmp_path / 'data'}"])
-    warm.run(settings("third"))

@@ -30,7 +30,7 @@ from tests.cli import ROOT
 from trainer import distributed, launch
 from trainer.errors import Interrupted, TrainingError
 from trainer.interrupt import StopRequest
-from trainer.loop import train
+from trainer.loop import Trainer, train
 from trainer.settings import Settings
 
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
@@ -43,12 +43,32 @@ def no_picture(figure: Figure, path: Path) -> None:
     path.write_text("no picture")
 
 
-def debug_settings(datasets: Path, *overrides: str) -> Settings:
-    """The settings of tests.cli.debug_command(datasets, *overrides)."""
+def composed(*overrides: str) -> Settings:
+    """The settings that `python train.py` makes of these arguments."""
     trainer.settings.register()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        settings = ["experiment=debug", f"data.root={datasets}", *overrides]
-        return OmegaConf.to_object(compose("train", overrides=settings))
+        return OmegaConf.to_object(compose("train", overrides=list(overrides)))
+
+
+def debug_settings(datasets: Path, *overrides: str) -> Settings:
+    """The settings of tests.cli.debug_command(datasets, *overrides)."""
+    return composed("experiment=debug", f"data.root={datasets}", *overrides)
+
+
+def at_step(step: int, act: Callable[[Trainer], object], *, after: bool = False) -> None:
+    """A fault: act(trainer) before the step that follows `step` others is computed, or right after that."""
+    original = Trainer._train_step
+
+    def train_step(trainer: Trainer) -> tuple[float, float, float]:
+        due = trainer.step == step
+        if due and not after:
+            act(trainer)
+        result = original(trainer)
+        if due and after:
+            act(trainer)
+        return result
+
+    Trainer._train_step = train_step
 
 
 def start(settings: Settings, *faults: Callable[[], None], rank: int = 0, ranks: int = 1, port: int = 0):

@@ -41,16 +41,7 @@ class Callbacks:
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def on_step(self, step: int, record: dict[str, Any], model: Llama) -> None:
-        self._call("on_step", step, record, model)
-
-    def on_evaluate(self, step: int, record: dict[str, Any], model: Llama) -> None:
-        self._call("on_evaluate", step, record, model)
-
-    def on_checkpoint(self, step: int, path: Path, model: Llama) -> None:
-        self._call("on_checkpoint", step, {"path": str(path)}, model)
-
-    def _call(self, hook: str, step: int, record: dict[str, Any], model: Llama) -> None:
+    def call(self, hook: str, step: int, record: dict[str, Any], model: Llama) -> None:
         for name, one in self._all.items():
             with _naming(f"callback {name}: {hook} at step {step}"):
                 given = dict(record)

@@ -70,7 +70,9 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
         # Keeps its memory for the next copy. (The public DefaultStager works only once in torch 2.11.)
         self._stager = StateDictStager(pin_memory=ranks.device.type == "cuda")
-        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=_use, initargs=(ranks.device,))
+        # Of every rank the thread would otherwise allocate memory on the first GPU.
+        gpu = (torch.cuda.set_device, (ranks.device,)) if ranks.device.type == "cuda" else (None, ())
+        self._thread = ThreadPoolExecutor(1, "checkpoint", *gpu)
         self._writing: Future[Path] | None = None  # one at a time; on all ranks or on none
         # Training on one device needs no process group. (Silencing around the calls is not thread-safe.)
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
@@ -273,12 +275,6 @@ def _state(model: nn.Module, optimizer) -> dict[str, Any]:
         optimizer.zero_grad(set_to_none=True)
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments}
-
-
-def _use(device: torch.device) -> None:
-    """Make `device` the thread's current one; otherwise every rank would allocate memory on the first GPU."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _reason(error: BaseException) -> str:

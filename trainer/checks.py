@@ -241,17 +241,14 @@ def check_context_parallel(settings: Settings, ranks: int) -> Problems:
         "model.n_heads": settings.model.n_heads,
         "key and value heads": settings.model.kv_heads,
     }
-    for name, value in shared.items():
-        if value % size:
-            yield (
-                f"hardware.context_parallel={size} does not divide {name}={value}; use a common divisor of "
-                f"{', '.join(shared)}: {', '.join(map(str, common_divisors(*shared.values())))}"
-            )
-            return
-
-
-def common_divisors(*values: int) -> list[int]:
-    return [n for n in range(1, min(values) + 1) if all(value % n == 0 for value in values)]
+    common = math.gcd(*shared.values())
+    if common % size:
+        name, value = next((name, value) for name, value in shared.items() if value % size)
+        fitting = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        yield (
+            f"hardware.context_parallel={size} does not divide {name}={value}; use a common divisor of "
+            f"{', '.join(shared)}: {fitting}"
+        )
 
 
 def check_probe(settings: Settings, ranks: int) -> Problems:

@@ -188,7 +188,7 @@ class Trainer:
                 values = {"loss": loss, "lr": rate, "grad_norm": grad_norm}
                 if self.callbacks:
                     with self._off_the_clock():
-                        self.callbacks.on_step(self.step, values, self.llama)
+                        self.callbacks.call("on_step", self.step, values, self.llama)
                 last = self.step == sizes.steps
                 if self.step % settings.log_every == 0 or last or self.step == 1:
                     self._log(values, steps_timed)
@@ -316,7 +316,7 @@ class Trainer:
         sample = self._sample() if settings.sample_tokens and (ranks.is_main or sharded) else None
         values = validation_record(self.corpus.validation, losses, self._bytes_per_token)
         values["sample"] = sample
-        self.callbacks.on_evaluate(self.step, values, self.llama)
+        self.callbacks.call("on_evaluate", self.step, values, self.llama)
         if self.record:
             self.record.write({"step": self.step, "tokens": self._tokens(), **values})
             log.info("step %d: %s%s", self.step, described(values), f"\n  | {sample!r}" if sample else "")
@@ -399,7 +399,7 @@ class Trainer:
 
     def _on_checkpoint(self, step: int, path: Path) -> None:
         with self._off_the_clock():
-            self.callbacks.on_checkpoint(step, path, self.llama)
+            self.callbacks.call("on_checkpoint", step, {"path": str(path)}, self.llama)
 
     def _restore(self) -> dict[str, Any]:
         restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)

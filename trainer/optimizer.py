@@ -3,7 +3,7 @@
 import logging
 import math
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def by_target(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Opti
     """
     try:
         make = pkgutil.resolve_name(settings._target_)
-        made = make(_groups([*model.parameters()], settings), lr=settings.lr, **settings.arguments)
+        made = make(_groups(model.parameters(), settings), lr=settings.lr, **settings.arguments)
     except (Exception, SystemExit) as error:  # whatever that code raises
         raise TrainingError(
             f"optimizer._target_={settings._target_} cannot be made with optimizer.arguments="
@@ -45,12 +45,8 @@ def by_target(model: nn.Module, settings: OptimizerSettings) -> torch.optim.Opti
     return made
 
 
-def adamw(model: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
+def adamw(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     """Fused AdamW. Weight decay applies to matrices only, not to the gains of norms."""
-    return _adamw([*model.parameters()], settings)
-
-
-def _adamw(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         _groups(parameters, settings),
         lr=settings.lr,
@@ -60,7 +56,7 @@ def _adamw(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> t
     )
 
 
-def _groups(parameters: Sequence[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
+def _groups(parameters: Iterable[nn.Parameter], settings: OptimizerSettings) -> list[dict[str, Any]]:
     trained = [p for p in parameters if p.requires_grad]
     return [
         {"params": [p for p in trained if p.dim() >= 2], "weight_decay": settings.weight_decay},
@@ -85,7 +81,7 @@ def muon(llama: Llama, settings: OptimizerSettings) -> "MuonWithAdamW":
             weight_decay=settings.weight_decay,
             adjust_lr_fn=settings.muon_lr_scale,
         ),
-        _adamw([p for p in parameters if p not in taken], settings),
+        adamw([p for p in parameters if p not in taken], settings),
     )
     if settings.muon_lr is not None:
         optimizer.muon.param_groups[0]["lr_ratio"] = settings.muon_lr / settings.lr
@@ -128,7 +124,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 #: By settings.name.
 OPTIMIZERS: dict[str, Callable[[Llama, OptimizerSettings], torch.optim.Optimizer]] = {
-    "adamw": adamw,
+    "adamw": lambda llama, settings: adamw(llama.parameters(), settings),
     "muon": muon,
 }
 
@@ -169,7 +165,8 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: Optimiz
         return settings.lr
     progress = (step + 1 - (steps - decay)) / decay
     floor = settings.lr * settings.min_lr_ratio
-    return floor + (settings.lr - floor) * SHAPES[_shape(settings)](progress)
+    shape = settings.schedule if settings.schedule != "wsd" else settings.decay_type or DECAY_TYPE
+    return floor + (settings.lr - floor) * SHAPES[shape](progress)
 
 
 def decay_steps(settings: OptimizerSettings, *, steps: int, warmup_steps: int) -> int:
@@ -180,7 +177,3 @@ def decay_steps(settings: OptimizerSettings, *, steps: int, warmup_steps: int) -
         return steps - warmup_steps
     ratio = DECAY_RATIO if settings.decay_ratio is None else settings.decay_ratio
     return max(1, round(ratio * steps))
-
-
-def _shape(settings: OptimizerSettings) -> str:
-    return settings.schedule if settings.schedule != "wsd" else settings.decay_type or DECAY_TYPE

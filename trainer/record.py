@@ -66,7 +66,8 @@ class Record:
         return self._wandb.id if self._wandb else None
 
     def write(self, values: dict[str, Any]) -> None:
-        values = redact({key: None if _is_not_finite(value) else value for key, value in values.items()})
+        infinite = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
+        values = redact(values | dict.fromkeys(infinite))  # JSON has no NaN
         with self._naming_the_file():
             if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
                 raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
@@ -100,10 +101,8 @@ class Record:
         except Exception as error:  # whatever goes wrong, an alert must not end a training run
             log.warning("the W&B alert could not be sent: %s", error)
 
-    def progress(self, loss: float, tokens_per_second: float | None, mfu: float | None) -> None:
-        shown = {"loss": f"{loss:.3f}"}
-        if tokens_per_second:
-            shown["tok/s"] = f"{tokens_per_second:,.0f}"
+    def progress(self, loss: float, tokens_per_second: float, mfu: float | None) -> None:
+        shown = {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:,.0f}"}
         if mfu:
             shown["MFU"] = f"{mfu:.1%}"
         self._bar.set_postfix(shown, refresh=False)
@@ -130,10 +129,6 @@ class Record:
                     type(error).__name__,
                     error,
                 )
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)  # JSON has no NaN
 
 
 def logged_steps(metrics: Path) -> list[int]:

@@ -38,9 +38,8 @@ class TpsSettings:
 
     tokens_per_step: int = MISSING  # of all devices together
     divide_by: int = 1  # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
-    warmup_steps: int = (
-        MISSING  # of linearly rising learning rate; a tenth of a run that is too short for them
-    )
+    # Of linearly rising learning rate; a tenth of a run that is too short for them.
+    warmup_steps: int = MISSING
 
 
 @dataclass
@@ -122,9 +121,7 @@ class HardwareSettings:
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
     parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
-    context_parallel: int = (
-        1  # devices that share the tokens of each sequence, and the heads of its attention
-    )
+    context_parallel: int = 1  # devices that share the tokens of a sequence, and the heads of its attention
     recompute: str = "none"  # "blocks": activation checkpointing of all but attention
     check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
     timeout_s: float = 600.0  # the run ends if a rank keeps the others waiting for longer

@@ -241,17 +241,14 @@ class LocalGpus(Launcher):
     def _note_end(self, run: "_Run", outcome: Outcome) -> None:
         """Take the outcome as Hydra's result. An interrupted run has not ended for the callbacks."""
         if outcome.kind == FINISHED:
-            run.result.status, run.result.return_value = JobStatus.COMPLETED, _validation_loss(run)
+            directory = RunDirectory(Path(run.job.name)) if run.job else None
+            run.result.status = JobStatus.COMPLETED
+            run.result.return_value = directory and directory.validation_loss()  # as train.py's main()
         else:
             run.result.status = JobStatus.FAILED  # makes the exit code of the sweep 1
             run.result.return_value = CompactHydraException(outcome.reason or "interrupted")
         if outcome.kind != INTERRUPTED:
             self.context.callbacks.on_job_end(config=run.config, job_return=run.result)
-
-
-def _validation_loss(run: "_Run") -> float | None:
-    """What train.py's main() returns in a sweep."""
-    return RunDirectory(Path(run.job.name)).validation_loss() if run.job else None
 
 
 @dataclass

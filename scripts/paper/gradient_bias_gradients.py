@@ -143,7 +143,7 @@ def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
             f"{run.name}: trained with {run.settings.optimizer.name}, so there are no Adam's moments; give a "
             "run with optimizer=adamw"
         )
-    optimizer = adamw(llama, run.settings.optimizer)
+    optimizer = adamw(llama.parameters(), run.settings.optimizer)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
         _, moments_and_groups = get_state_dict(llama, optimizer)

@@ -38,16 +38,14 @@ def read(path: Path, window: Window = None, text: str | None = None) -> list[dic
 
 
 def stored_runs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of an earlier comparison, as they are named now: older files spell out what is a preset."""
-    return [
-        run | ({"variant": variant_of(run["config"])} if run["config"] else {}) for run in comparison["runs"]
-    ]
+    """The runs of an earlier comparison."""
+    return comparison["runs"]
 
 
 def read_run(path: Path, window: Window = None, text: str | None = None) -> dict[str, Any]:
     """What a run directory says. Raises ValueError if it holds no run.
 
-    text: names the text of runs that have neither a note nor a checkpoint that says its fingerprint.
+    text: the fingerprint of the text of a run that has no checkpoint, which would say it.
     """
     directory = RunDirectory(path)
     for file in (directory.config, directory.metrics, directory.environment):
@@ -63,7 +61,7 @@ def read_run(path: Path, window: Window = None, text: str | None = None) -> dict
     losses = losses.round(DIGITS)
     steps = [record["step"] for record in records if record.get("loss") is not None]
     reached = steps[-1] if steps else 0
-    group = group_of(config, start.get("text") or fingerprint(directory) or text)
+    group = group_of(config, fingerprint(directory) or text)
     return {
         "name": path.name,
         "group": group | ({"window": list(window)} if window else {}),
@@ -105,9 +103,7 @@ def validation_of(records: list[dict], window: Window) -> dict[str, dict[str, fl
 
 
 def validation_losses(run: dict[str, Any]) -> dict[str, float]:
-    """{set: loss}; of a run that an older version stored as well."""
-    if "validation" not in run:
-        return {} if run.get("held_out_loss") is None else {"": run["held_out_loss"]}
+    """{set: loss}."""
     return {name: found["loss"] for name, found in run["validation"].items()}
 
 
@@ -140,7 +136,7 @@ def without_places(config: dict[str, Any]) -> dict[str, Any]:
 def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
     """What runs that may be compared share; what few runs set is left out where it has its default.
 
-    text: the fingerprint of the tokens. Older runs have the name of the files only.
+    text: the fingerprint of the tokens; without it the name of the files counts.
     """
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
     steps = config["steps"] or (config["total_tokens"] or PAPER_TOKENS) // tokens_per_step

@@ -1,7 +1,4 @@
-"""Names of what training runs compare: "SageBwd, no QK-norm", "full precision", …
-
-JSON files hold these names; older ones spell out the settings of what is a preset by now.
-"""
+"""Names of what training runs compare, in JSON files, too: "SageBwd, no QK-norm", "full precision", …"""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ SECOND_KERNELS = {"flash": "FlashAttention-2", "math": "plain PyTorch", "fa4": "
 #: Presets that have a name of their own, as tables write it; the default is "SageBwd" alone.
 NAMED_PRESETS = {name.replace("_", " "): config for name, config in PRESETS.items() if name != "default"}
 SWITCHES = {field.name for field in fields(SageConfig)}
-#: Settings that say how, not what, an attention computes; `implementation` is `kernels` in older runs.
-OF_NO_VARIANT = {"backend", "kernels", "implementation", "sdpa", "preset"}
+#: Settings that say how, not what, an attention computes.
+OF_NO_VARIANT = {"backend", "kernels", "sdpa", "preset"}
 
 
 def variant_of(config: dict[str, Any]) -> str:

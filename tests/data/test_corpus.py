@@ -12,7 +12,7 @@ from data import corpus, prepare
 from data.corpus import open_corpus
 from data.recipe import Recipe, read
 from data.settings import DataSettings
-from tests.cli import ROOT
+from tests.cli import ROOT, flip
 
 
 @pytest.fixture
@@ -93,9 +93,7 @@ def test_small_datasets_are_checked_in_full_and_large_ones_by_size(settings, mon
     (text,) = read(settings)
     prepare.prepare(text)
     shard = text.folder / "train_00000.bin"
-    content = bytearray(shard.read_bytes())
-    content[7] ^= 1
-    shard.write_bytes(content)
+    flip(shard, 7)
     with pytest.raises(ValueError, match=r"(?s)train_00000.bin has changed.*python -m data.prepare"):
         open_corpus(settings)
     monkeypatch.setattr(corpus, "FULL_CHECK_LIMIT", 100)

@@ -99,19 +99,3 @@ def test_rows_are_whole_sequences_of_one_source():
         ]
         assert torch.equal(rows[0], torch.tensor(starts)[:, None] + torch.arange(7))
         assert torch.equal(rows[1], rows[0] + 1)
-
-
-@pytest.mark.parametrize(("ranks", "micro_batch"), [(2, 3), (3, 1), (4, 3)])
-def test_ranks_and_micro_batches_share_the_same_sequences(ranks, micro_batch):
-    for step in (0, 7):
-        parts = [
-            list(loader(rank=rank, ranks=ranks, micro_batch=micro_batch).micro_batches(step))
-            for rank in range(ranks)
-        ]
-        together = torch.cat([inputs for micro in zip(*parts, strict=True) for inputs, _ in micro])
-        assert torch.equal(together, torch.cat([inputs for inputs, _ in loader().micro_batches(step)]))
-
-
-def test_a_source_that_is_too_short_is_named():
-    with pytest.raises(ValueError, match=r"30 tokens, too few for one sequence of context=40"):
-        loader(context=40)

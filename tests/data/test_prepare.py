@@ -23,6 +23,7 @@ from data.shards import Manifest
 from data.sources import jsonl
 from data.tokenizers import Bytes
 from data.tokens import TokenShards
+from tests.cli import flip
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600)]  # 70 kB
@@ -245,9 +246,7 @@ def test_verify_reads_every_shard(settings, capsys):
     run(PrepareSettings(settings, verify=True))
     assert "verified, 59,106 + 7,684 tokens" in capsys.readouterr().out
     shard = next(Path(settings.root).glob("*/val_00002.bin"))
-    content = bytearray(shard.read_bytes())
-    content[0] ^= 1
-    shard.write_bytes(content)
+    flip(shard, 0)
     run(PrepareSettings(settings, verify=False))
     with pytest.raises(OSError, match=r"val_00002.bin has changed since it was written"):
         run(PrepareSettings(settings, verify=True))

@@ -17,6 +17,7 @@ from data.settings import DataSettings
 from data.shards import Manifest, chunk_checksums
 from data.sources import text
 from data.tokens import TokenShards
+from tests.cli import flip
 
 
 @pytest.fixture
@@ -73,9 +74,7 @@ def test_opens_what_was_prepared(tmp_path, monkeypatch, size):
 def test_missing_and_changed_shards_are_named(folder):
     shard = folder / "train_00000.bin"
     whole = shard.read_bytes()
-    altered = bytearray(whole)
-    altered[1001] ^= 1
-    shard.write_bytes(altered)
+    flip(shard, 1001)
     opened(folder)  # by size
     with pytest.raises(OSError, match=r"train_00000.bin has changed since it was written"):
         opened(folder, full=True)
@@ -94,12 +93,6 @@ def small_chunks(monkeypatch):
         monkeypatch.setattr(f"data.{module}.CHUNK", 64)
 
 
-def flip(file, byte):
-    content = bytearray(file.read_bytes())
-    content[byte] ^= 4
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize("byte", [0, 63, 64, 1001, -1])
 def test_a_flipped_bit_is_found_where_it_is_read_first_and_nowhere_else(tmp_path, small_chunks, byte):
     folder = prepared(tmp_path)
@@ -107,7 +100,7 @@ def test_a_flipped_bit_is_found_where_it_is_read_first_and_nowhere_else(tmp_path
     size = shard.stat().st_size
     assert size % 64  # the last chunk is a part of one
     whole = opened(folder).window(0, size // 2)
-    flip(shard, byte)
+    flip(shard, byte, 4)
     damaged = range(byte % size // 64 * 32, byte % size // 64 * 32 + 32)  # tokens of that chunk
     near = range(max(0, damaged.start - 34), min(size // 2, damaged.stop + 2))
     for length in (1, 2, 31, 33):
@@ -173,14 +166,6 @@ def test_a_shard_that_cannot_be_read_is_named(folder, monkeypatch):
     monkeypatch.setattr(os, "pread", fail)
     with pytest.raises(OSError, match=r"train_00000.bin cannot be read: Input/output error; restore"):
         tokens.window(0, 1)
-
-
-def test_a_training_run_names_a_shard_that_is_cut_short(folder):
-    """Batches are made in a thread."""
-    loader = BatchLoader(opened(folder), context=64, sequences_per_step=4, micro_batch=2, seed=1)
-    os.truncate(folder / "train_00000.bin", 0)
-    with pytest.raises(OSError, match=r"train_00000.bin was cut short while it was in use"):
-        list(loader.micro_batches(0))
 
 
 def test_a_manifest_of_another_make_is_refused(folder):

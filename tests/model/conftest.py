@@ -1,6 +1,5 @@
 """What the model tests share."""
 
-import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,8 +8,6 @@ import torch.nn.functional as F
 
 from model.config import LlamaConfig
 from model.llama import Llama
-
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test asks the network for anything
 
 
 @pytest.fixture(autouse=True)

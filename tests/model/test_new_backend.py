@@ -6,7 +6,7 @@ import sys
 
 import yaml
 
-from tests.cli import run
+from tests.cli import losses, run
 
 MODULE = '''
 """Causal attention to the last `window` tokens."""
@@ -68,11 +68,6 @@ for group in groups:
     except ValueError as error:
         print(error)
 """
-
-
-def losses(run_dir):
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [record["loss"] for record in records if "loss" in record]
 
 
 def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(tmp_path, datasets):

@@ -15,14 +15,9 @@ from sagebwd.interface import AttentionParams
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, backward, forward
 from sagebwd.window import Window
+from tests.inputs import gradients
 
 NO_INT8 = SageConfig(int8_matmuls=())
-
-
-def gradients(operator, q, k, v, grad_out, *args, **kwargs):
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = operator(*leaves, *args, **kwargs)
-    return (out, *torch.autograd.grad(out, leaves, grad_out))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -16,6 +16,7 @@ import sagebwd
 from sagebwd.integrations.transformers import register
 from scripts import build_hub_kernel
 from scripts.build_hub_kernel import PACKAGE, BuildError, build
+from tests import inputs as attention
 
 kernels = pytest.importorskip("kernels")
 
@@ -48,21 +49,21 @@ def variant_of(repository, backend="cpu"):
     return repository / "build" / f"torch-{backend}"
 
 
-def attend(function, inputs, **options):
-    """The output and the gradients of q, k and v."""
-    q, k, v, grad_out = inputs
-    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out = function(q, k, v, is_causal=True, **options)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
-
-
 @pytest.mark.parametrize("chosen", ["reference", "triton"])
 def test_computes_what_the_package_computes(chosen, hub, draw):
     """In Triton, too, whose kernels take functions and constants from other modules of the kernel."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     inputs = [x.to(device) for x in draw(40, batch=1, heads=2, head_dim=32, dtype=torch.float16)]
-    ours = attend(hub.sage_attention, inputs, kernels=chosen, config=hub.SageConfig.consistent())
-    truth = attend(sagebwd.sage_attention, inputs, kernels=chosen, config=sagebwd.SageConfig.consistent())
+    ours, truth = (
+        attention.gradients(
+            library.sage_attention,
+            *inputs,
+            is_causal=True,
+            kernels=chosen,
+            config=library.SageConfig.consistent(),
+        )
+        for library in (hub, sagebwd)
+    )
     assert all(torch.equal(x, y) for x, y in zip(ours, truth, strict=True))
 
 
@@ -93,7 +94,7 @@ def test_two_builds_in_one_process(hub, tmp_path, draw):
     assert other.__name__ != hub.__name__
     inputs = draw(40, batch=1, heads=1, head_dim=32)
     for function in (other.sage_attention, hub.sage_attention):
-        assert attend(function, inputs)[1].isfinite().all()
+        assert attention.gradients(function, *inputs)[1].isfinite().all()
 
 
 def test_the_same_sources_give_the_same_files(repository, tmp_path):

@@ -4,12 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
 
 from tests import warm
-from trainer import settings
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
 from trainer.loop import Trainer
@@ -21,22 +18,15 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 @pytest.fixture
 def compose_settings():
     """compose_settings("tps=260k", …) -> Settings, as `python train.py tps=260k …` would see them."""
-    settings.register()
-
-    def composed(*overrides):
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return OmegaConf.to_object(compose("train", overrides=list(overrides)))
-
-    return composed
+    return warm.composed
 
 
 @pytest.fixture
-def train_here(compose_settings, datasets, monkeypatch):
+def train_here(datasets, monkeypatch):
     """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
 
     def trained(run_dir, *overrides):
-        debug = ("experiment=debug", f"data.root={datasets}", f"run_dir={run_dir}")
-        return train(compose_settings(*debug, *overrides), monkeypatch)
+        return train(warm.debug_settings(datasets, f"run_dir={run_dir}", *overrides), monkeypatch)
 
     return trained
 

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests import warm
+from tests.cli import flip
 from trainer import seal
 from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
@@ -50,15 +51,17 @@ def make(seed=0):
     return model, optimizer
 
 
-def train_step(model, optimizer):
-    model(torch.arange(11)).square().mean().backward()
+def train_step(model, optimizer, inputs=None):
+    model(torch.arange(11) if inputs is None else inputs).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 
 
 def state_of(model, optimizer):
-    moments = [value.clone() for state in optimizer.state.values() for value in state.values()]
-    return [parameter.detach().clone() for parameter in model.parameters()] + moments
+    """Copies of weights and moments; of shards those of this rank."""
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    local = (x.to_local() if isinstance(x, DTensor) else x for x in (*model.parameters(), *moments))
+    return [x.detach().clone() for x in local]
 
 
 def assert_same(left, right):
@@ -116,13 +119,6 @@ def test_nothing_to_load(tmp_path):
     assert checkpoints(tmp_path / "absent").load_newest(*make()) is None
 
 
-def test_keeps_the_newest(tmp_path):
-    model, optimizer = make()
-    for step in (1, 2, 3, 10):
-        checkpoints(tmp_path).save(step, model, optimizer, {})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000010"]
-
-
 def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
     model, optimizer = make()
     train_step(model, optimizer)
@@ -134,14 +130,6 @@ def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
     assert [path.name for path in seal.checkpoints_in(tmp_path)] == [f"step_{step:08d}" for step in (2, 3, 4)]
 
 
-def test_milestones_are_kept_for_ever(tmp_path):
-    model, optimizer = make()
-    for step in (2, 4, 6, 8, 10, 12):
-        checkpoints(tmp_path, milestone_every=4).save(step, model, optimizer, {})
-    steps = sorted(int(path.name.removeprefix("step_")) for path in tmp_path.iterdir())
-    assert steps == [4, 8, 10, 12]
-
-
 def damage_truncate(folder):
     file = next(folder.glob("*.distcp"))
     os.truncate(file, file.stat().st_size // 2)
@@ -149,9 +137,7 @@ def damage_truncate(folder):
 
 def damage_flip(folder):
     file = next(folder.glob("*.distcp"))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 2)
 
 
 def damage_delete(folder):
@@ -181,13 +167,6 @@ def test_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
 
     checkpoints(tmp_path).save(2, other, other_optimizer, {})  # replaces the damaged one
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 2
-
-
-def test_only_damaged_checkpoints_do_not_mean_starting_over(tmp_path):
-    checkpoints(tmp_path).save(1, *make(), {})
-    damage_flip(tmp_path / "step_00000001")
-    with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
-        checkpoints(tmp_path).load_newest(*make())
 
 
 def test_the_folder_that_is_verified_is_the_one_that_is_loaded(tmp_path, caplog):
@@ -253,18 +232,6 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
     assert not run.exists()
 
 
-def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch):
-    model, optimizer = make()
-    checkpoints(tmp_path).save(1, model, optimizer, {})
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(TrainingError, match=FULL_DISK):
-        checkpoints(tmp_path).save(2, model, optimizer, {})
-    monkeypatch.undo()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
-
-
 @pytest.mark.parametrize("room", [0, 100, 598, 700, 1000])
 def test_a_file_that_the_disk_refuses_the_rest_of_is_told_as_a_full_disk(tmp_path, monkeypatch, room):
     """torch says of some "unexpected pos 704 vs 598", as another rank does, which sends the text alone."""
@@ -314,18 +281,8 @@ def test_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path):
             checkpoints(tmp_path).save(2, model, optimizer, {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
-
-
-def test_leftovers_of_a_killed_save_are_ignored(tmp_path):
-    model, optimizer = make()
-    checkpoints(tmp_path).save(1, model, optimizer, {})
-    half = tmp_path / ".writing_step_00000002"
-    half.mkdir()
-    (half / "__0_0.distcp").write_bytes(b"torn")
-    assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
-    checkpoints(tmp_path).save(2, model, optimizer, {})
-    assert not half.exists()
 
 
 # in the background
@@ -462,37 +419,24 @@ def sharded(seed):
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
-def sharded_step(model, optimizer):
-    model(torch.arange(14.0).view(2, 7)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def own_part(model, optimizer):
-    return [
-        (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
-        for value in (*model.parameters(), *(v for state in optimizer.state.values() for v in state.values()))
-    ]
-
-
 def save_and_restore_shards(rank, folder):
     init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     background = Checkpoints(
         folder / "checkpoints", keep=2, ranks=Ranks(rank, 2, torch.device("cpu")), background=True
     )
-    model, optimizer = sharded(seed=0)
+    (model, optimizer), inputs = sharded(seed=0), torch.arange(14.0).view(2, 7)
     for step in (1, 2, 3):
-        sharded_step(model, optimizer)
+        train_step(model, optimizer, inputs)
         background.save(step, model, optimizer, {})
-        saved = own_part(model, optimizer)
-        sharded_step(model, optimizer)  # must not reach what is being written
+        saved = state_of(model, optimizer)
+        train_step(model, optimizer, inputs)  # must not reach what is being written
         flags = torch.tensor([float(flag) for flag in background.status()])
         writing, failed = background.ranks.mean(flags).tolist()
         background.poll(writing=writing > 0, failed=failed > 0)
     background.wait()
     other, other_optimizer = sharded(seed=1)
     assert background.load_newest(other, other_optimizer)["step"] == 3
-    assert_same(own_part(other, other_optimizer), saved)
+    assert_same(state_of(other, other_optimizer), saved)
     assert not_finite(other, other_optimizer, background.ranks) == []
     if rank == 1:  # its part alone, of a bias of which rank 0 has another
         with torch.no_grad():

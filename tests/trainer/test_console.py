@@ -12,7 +12,6 @@ import pytest
 
 from tests import warm
 from tests.cli import ROOT
-from trainer.loop import Trainer
 
 SHORT = ("steps=8", "sample_tokens=0")
 
@@ -46,14 +45,6 @@ def test_an_interrupted_sweep_ends_although_nobody_reads_its_output(tmp_path):
     assert (tmp_path / "started").read_text() == "1\n"
 
 
-def ends_of_a_pipe():
-    return os.pipe()
-
-
-def ends_of_a_terminal():
-    return pty.openpty()
-
-
 def loses_its_reader(open_ends, when):
     """The other end of its output is closed, after its first line or three steps; no signal says so."""
     reader, writer = open_ends()
@@ -62,20 +53,13 @@ def loses_its_reader(open_ends, when):
     os.close(writer)
     if when == "first line":
         threading.Thread(target=lambda: (os.read(reader, 1), os.close(reader))).start()
-        return
-    original = Trainer._train_step
-
-    def train_step(trainer):
-        if trainer.step == 3:
-            os.close(reader)
-        return original(trainer)
-
-    Trainer._train_step = train_step
+    else:
+        warm.at_step(3, lambda trainer: os.close(reader))
 
 
 @pytest.mark.parametrize(
     ("open_ends", "when"),
-    [(ends_of_a_pipe, "first line"), (ends_of_a_pipe, "three steps"), (ends_of_a_terminal, "three steps")],
+    [(os.pipe, "first line"), (os.pipe, "three steps"), (pty.openpty, "three steps")],
 )
 def test_a_run_goes_on_without_a_reader(datasets, tmp_path, open_ends, when):
     """As with `2>&1 | head -1`."""

@@ -17,7 +17,6 @@ from tests import warm
 from tests.cli import ROOT
 from trainer.errors import Interrupted
 from trainer.interrupt import StopRequest
-from trainer.loop import Trainer
 
 SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")
 
@@ -25,19 +24,8 @@ SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")
 # ------------------------------------------------------------------ faults: called in the process of the run
 
 
-def at_step(step, act):
-    original = Trainer._train_step
-
-    def train_step(trainer):
-        if trainer.step == step:
-            act()
-        return original(trainer)
-
-    Trainer._train_step = train_step
-
-
 def sends_itself(number):
-    at_step(3, lambda: os.kill(os.getpid(), number))
+    warm.at_step(3, lambda _: os.kill(os.getpid(), number))
 
 
 def is_interrupted_in_a_call_into_c():
@@ -47,12 +35,12 @@ def is_interrupted_in_a_call_into_c():
         time.sleep(0.2)
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # another thread's would end the waiting
 
-    def work():
+    def work(trainer):
         threading.Thread(target=ask).start()
         ctypes.CDLL(None).usleep(2_000_000)
         print("back from C", file=sys.stderr, flush=True)
 
-    at_step(3, work)
+    warm.at_step(3, work)
 
 
 def ignores_hangups():
@@ -66,11 +54,11 @@ def loses_its_terminal():
         os.dup2(terminal, stream)
     os.close(terminal)
 
-    def hang_up():
+    def hang_up(trainer):
         os.close(screen)
         os.kill(os.getpid(), signal.SIGHUP)
 
-    at_step(3, hang_up)
+    warm.at_step(3, hang_up)
 
 
 def is_asked_while_it_prepares_data(number):
@@ -84,13 +72,6 @@ def is_asked_while_it_prepares_data(number):
 
 
 # ------------------------------------------------------------------ tests
-
-
-def test_it_saves_and_stops_as_on_sigterm(datasets, tmp_path):
-    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
-    output = warm.run(settings, functools.partial(sends_itself, signal.SIGQUIT), code=128 + signal.SIGQUIT)
-    assert "stopped at step 4 of 8 and saved" in output
-    assert "from step 4" in warm.run(settings)
 
 
 def test_what_a_ctrl_c_does_is_said_before_the_step_ends(datasets, tmp_path):

@@ -3,8 +3,6 @@
 import functools
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.cli import ROOT, assert_same_run, wait_for_step
+from tests.cli import assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
 from trainer import launch
 from trainer.errors import Interrupted, TrainingError
-from trainer.loop import Trainer, train
+from trainer.loop import train
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
@@ -28,14 +26,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="read
 
 def train_and_hold(settings: Settings) -> None:
     """Train, but for ever wait before a step in the middle."""
-    original = Trainer._train_step
-
-    def train_step(trainer):
-        while trainer.step == HELD_AT:
-            time.sleep(0.1)
-        return original(trainer)
-
-    Trainer._train_step = train_step
+    warm.at_step(HELD_AT, lambda trainer: time.sleep(600))
     train(settings)
 
 
@@ -72,27 +63,6 @@ def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(da
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-PARENT = """
-import os, subprocess, sys
-child = [sys.executable, "-c", "import os, time; from trainer.interrupt import watch_parent; "
-         "watch_parent(os.getppid()); print('watching', flush=True); time.sleep(60)"]
-print(subprocess.Popen(child).pid, flush=True)
-os.wait()
-"""
-
-
-@needs_proc
-def test_a_rank_of_torchrun_ends_with_it():
-    """torchrun does not ask the kernel to end its ranks; they look for their parent."""
-    with subprocess.Popen(
-        [sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as parent:
-        lines = [parent.stdout.readline(), parent.stdout.readline()]
-        rank = int(next(line for line in lines if line.strip().isdigit()))
-        parent.kill()
-    assert wait_until(lambda: not is_running(rank), seconds=5)
-
-
 @pytest.mark.parametrize(
     ("code", "told"),
     [
@@ -109,6 +79,7 @@ def test_a_process_that_ends_without_a_word_is_described(code, told):
 def end_with(code: int) -> None:
     """Be asked to stop before the first step, as Ctrl-C does, and end with this exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the launcher sends on
+    time.sleep(0.3)  # its parent knows it by then: a fork may run before that
     os.kill(os.getppid(), signal.SIGINT)
     time.sleep(0.5)
     os._exit(code)

@@ -109,12 +109,6 @@ def test_finished_and_failed_runs_are_told_apart(sweep, tmp_path):
     }
 
 
-def test_a_run_that_cannot_be_trained_keeps_all_from_starting(sweep, tmp_path):
-    code, _ = sweep("seed=1", "hardware.micro_batch=4,3")
-    assert "hardware.micro_batch=2 or 4" in code
-    assert outputs(tmp_path) == {}
-
-
 def test_an_estimate_is_printed_and_trains_nothing(sweep, tmp_path):
     code, told = sweep("seed=1,2", "plan=true")
     assert (code, told.count("memory per device")) == (0, 2)

@@ -140,19 +140,6 @@ def test_weights_that_are_not_finite_end_the_run_at_once(train_here, tmp_path, m
     assert (tmp_path / "DIVERGED").read_text() == "2\n"
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_the_run_goes_on(train_here, tmp_path, monkeypatch, caplog):
-    clip, steps = parallel.clip_gradients, itertools.count(1)
-
-    def infinite_in_step_2(*arguments):
-        norm = clip(*arguments)
-        return norm * float("inf") if next(steps) == 2 else norm
-
-    monkeypatch.setattr(parallel, "clip_gradients", infinite_in_step_2)
-    train_here(tmp_path, *SHORT, "skip_nonfinite=true")
-    assert caplog.text.count("The step is skipped") == 1
-    assert (tmp_path / "DONE").exists()
-
-
 @pytest.mark.parametrize("key", ["grad_norm", "val_loss"])
 def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_path, key):
     """As the record of its last step says, also if the process that wrote it was killed before the end."""
@@ -165,19 +152,6 @@ def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_p
         train_here(tmp_path, *SHORT)
     assert (tmp_path / "DIVERGED").exists()
     assert not (tmp_path / "DONE").exists()
-
-
-def test_a_checkpoint_of_another_run_is_not_continued(train_here, tmp_path):
-    for seed in (1, 2):
-        train_here(tmp_path / f"run_{seed}", *SHORT, f"seed={seed}")
-    ours, theirs = (tmp_path / f"run_{seed}" / "checkpoints" / "step_00000004" for seed in (1, 2))
-    shutil.rmtree(ours)
-    shutil.copytree(theirs, ours)
-    (tmp_path / "run_1" / "DONE").unlink()
-    before = (tmp_path / "run_1" / "metrics.jsonl").read_bytes()
-    with pytest.raises(TrainingError, match="seed was 2, is now 1"):
-        train_here(tmp_path / "run_1", *SHORT, "seed=1")
-    assert (tmp_path / "run_1" / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_finished_run_whose_text_moved_is_compared_with_it(train_here, tmp_path):

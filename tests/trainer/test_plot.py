@@ -2,7 +2,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from scripts import compare
 from trainer.plot import ATTENTION, CYCLE, LINES, plot_losses, plot_probe, series, smooth
 
 BLACK, BLUE = (0, 0, 0), (0, 114, 178)  # of the first and second line
@@ -21,10 +20,6 @@ def colours(picture):
     """Every colour of a picture, (red, green, blue)."""
     pixels = np.asarray(Image.open(picture).convert("RGB")).reshape(-1, 3)
     return {tuple(pixel) for pixel in np.unique(pixels, axis=0).tolist()}
-
-
-def test_smoothing_a_constant_gives_the_constant():
-    np.testing.assert_allclose(smooth(np.full(500, 2.5)), 2.5, rtol=1e-12)
 
 
 def test_smoothing_is_a_weighted_mean_of_the_past():
@@ -238,12 +233,3 @@ def test_styles_differ_by_more_than_colour():
     assert len({look.color for look in CYCLE}) == len(CYCLE)
     assert len({look.marker for look in CYCLE}) == len(CYCLE)
     assert len({look.dashes for look in CYCLE[1:8]}) == len({look.hatch for look in CYCLE[1:]}) - 1 == 7
-
-
-def test_probe_records_leave_the_losses_as_they_are(tmp_path):
-    records = [{"step": s, "tokens": 10 * s, "loss": 5 / s} for s in range(1, 30)]
-    probed = [*records[:10], {"step": 10, "tokens": 100, "probe/layer_0/dq_l2": 0.2}, *records[10:]]
-    assert compare.losses_in(probed) == compare.losses_in(records)
-    plot_losses({"run": [records]}, tmp_path / "plain.png")
-    plot_losses({"run": [probed]}, tmp_path / "probed.png")
-    assert (tmp_path / "plain.png").read_bytes() == (tmp_path / "probed.png").read_bytes()

@@ -3,7 +3,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -69,16 +68,6 @@ def test_errors_are_those_against_float64(length):
     assert not any("gain" in name for name in values)
     assert 1e-3 < values["fpa_dv_l2"] < 1e-2  # bfloat16 has 8 bits
     assert 1e-3 < values["fpa_o_l2"] < 1e-2
-
-
-def test_large_logits_cost_dq_its_accuracy():
-    errors = []
-    for sigma in (1.0, 3.0, 8.0):
-        q, k, v, grad_out = draw(length=256, sigma=sigma)
-        values = measure_layer(Captured(q, k, v, q, {}, grad_out), sagebwd.sage_attention, FULL)
-        errors.append((values["largest_logit"], values["dq_l2"], values["dk_l2"]))
-    for smaller, larger in pairwise(errors):
-        assert all(b > 1.5 * a for a, b in zip(smaller, larger, strict=True)), errors
 
 
 @pytest.fixture

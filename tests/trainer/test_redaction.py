@@ -5,6 +5,7 @@ import logging
 import os
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import wandb
@@ -105,18 +106,13 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
     assert given["settings"].disable_git
     assert len(given["settings"].git_commit.rstrip("+")) == 40
 
-    class Run:
-        def log(self, values, step):
-            given["logged"] = values
-
-        def finish(self):
-            pass
-
-    record = Record(tmp_path / "metrics.jsonl", wandb=Run(), steps=1, first_step=0, name="run")
+    run = Mock()
+    record = Record(tmp_path / "metrics.jsonl", wandb=run, steps=1, first_step=0, name="run")
     record.write({"step": 1, "loss": 2.0, "sample": f"The {SECRET}"})
     record.close()
-    assert given["logged"] == {"loss": 2.0, "sample": "The <redacted: MY_API_KEY>"}
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, **given["logged"]}
+    logged = {"loss": 2.0, "sample": "The <redacted: MY_API_KEY>"}
+    run.log.assert_called_once_with(logged, step=1)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, **logged}
 
 
 @pytest.fixture

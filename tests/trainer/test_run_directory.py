@@ -31,7 +31,7 @@ def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
     def fails(error):
         directory = RunDirectory(path)
         with directory.locked():
-            directory.open(make_settings())
+            directory.open(Settings())
             (path / "log.txt").write_text("starting")
             if left:
                 (path / left).write_text("1\n")
@@ -84,14 +84,10 @@ def test_names_of_different_runs_differ(tmp_path):
         (tmp_path / name).mkdir()  # raises if it is no name
 
 
-def make_settings(**changes):
-    return Settings(**changes)
-
-
 def opened(path, **settings):
     directory = RunDirectory(path)
     with directory.locked():
-        directory.open(make_settings(**settings))
+        directory.open(Settings(**settings))
     return directory
 
 
@@ -121,7 +117,7 @@ def checkpoint_of(directory, step=1, **settings):
     folder = directory.checkpoints / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
-    seal.write(folder, {"step": step, "settings": identity.recorded(make_settings(**settings))})
+    seal.write(folder, {"step": step, "settings": identity.recorded(Settings(**settings))})
     return folder
 
 
@@ -198,13 +194,13 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     attention = {"backend": "sagebwd", "preset": "paper"}
     foreign = checkpoint_of(directory, 4, seed=1, context=32, attention=attention)
     sealed = seal.read(foreign)
-    directory.check_checkpoint(foreign, sealed, make_settings(seed=1, context=32, attention=attention))
+    directory.check_checkpoint(foreign, sealed, Settings(seed=1, context=32, attention=attention))
     told = (
         r"(?s)step_00000004 is of a run with other settings.*granularity was block.*context was 32, is now 64"
     )
     with pytest.raises(TrainingError, match=told):
         directory.check_checkpoint(
-            foreign, sealed, make_settings(seed=1, context=64, attention={"backend": "fpa"})
+            foreign, sealed, Settings(seed=1, context=64, attention={"backend": "fpa"})
         )
     refused(tmp_path, "seed was 1, is now 2", seed=2, context=32, attention=attention)
 
@@ -228,31 +224,24 @@ CHANGES = [
 def test_other_settings_are_not_reported_as_finished(tmp_path, change, told):
     asked = {"seed": 1, "steps": 8}
     directory = finished(tmp_path / "run", **asked)
-    assert directory.is_finished_with(make_settings(**asked))
-    assert directory.is_finished_with(make_settings(**asked, log_every=3))
+    assert directory.is_finished_with(Settings(**asked))
+    assert directory.is_finished_with(Settings(**asked, log_every=3))
     with pytest.raises(TrainingError, match=told):
-        directory.is_finished_with(make_settings(**asked | change))
-    assert not directory.is_finished_with(make_settings(**asked | change, rerun_finished=True))
+        directory.is_finished_with(Settings(**asked | change))
+    assert not directory.is_finished_with(Settings(**asked | change, rerun_finished=True))
 
 
 def test_a_finished_run_whose_text_moved_is_compared_by_the_trainer(tmp_path):
     directory = finished(tmp_path, data=DataSettings(path="a/book.txt"))
-    assert directory.is_finished_with(make_settings(data=DataSettings(path="a/book.txt")))
-    assert not directory.is_finished_with(make_settings(data=DataSettings(path="b/book.txt")))
+    assert directory.is_finished_with(Settings(data=DataSettings(path="a/book.txt")))
+    assert not directory.is_finished_with(Settings(data=DataSettings(path="b/book.txt")))
 
 
 def test_a_finished_run_of_which_nothing_says_the_settings(tmp_path):
     directory = finished(tmp_path)
     directory.config.unlink()
     with pytest.raises(TrainingError, match=r"nothing there says with which settings.*rerun_finished=true"):
-        directory.is_finished_with(make_settings())
-
-
-def test_places_that_cannot_be_looked_into_are_named(tmp_path):
-    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
-        RunDirectory(tmp_path / ("x" * 300)).is_finished_with(make_settings())
-    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
-        opened(tmp_path / ("x" * 300))
+        directory.is_finished_with(Settings())
 
 
 RESULTS = ("metrics.jsonl", "spikes.jsonl", "environment.jsonl", "loss.png", "weights/model.safetensors")
@@ -279,10 +268,10 @@ def whole(path, **settings):
 @pytest.mark.parametrize("name", RESULTS)
 def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, name, damage):
     directory = whole(tmp_path)
-    assert directory.is_finished_with(make_settings())
+    assert directory.is_finished_with(Settings())
     DAMAGES_OF_RESULTS[damage](tmp_path / name)
     with pytest.raises(TrainingError, match=rf"is finished, but {name} is .*delete .*DONE"):
-        directory.is_finished_with(make_settings())
+        directory.is_finished_with(Settings())
     others = [tmp_path / other for other in RESULTS if other != name]
     directory.check(*others)
     with pytest.raises(ValueError, match=rf"is finished, but {name} is "):
@@ -301,7 +290,7 @@ def test_what_came_later_grows_or_may_be_edited_is_none_of_the_run(tmp_path):
 def test_the_place_of_the_text_may_be_corrected_in_a_finished_run(tmp_path):
     directory = whole(tmp_path, data=DataSettings(root="there"))
     write_text(directory.config, directory.config.read_text().replace("root: there", "root: here"))
-    assert directory.is_finished_with(make_settings())
+    assert directory.is_finished_with(Settings())
 
 
 DAMAGED = ["{", "{}", '{"files": 7}', "[]", "\xff", '{"files": {}, "checksum": "crc 0"}']
@@ -312,7 +301,7 @@ def test_a_damaged_done_is_named(tmp_path, content):
     directory = whole(tmp_path)
     (tmp_path / "DONE").write_bytes(content.encode("latin-1"))
     with pytest.raises(TrainingError, match=r"is finished, but DONE "):
-        directory.is_finished_with(make_settings())
+        directory.is_finished_with(Settings())
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "weights/../../elsewhere", "\0", "x" * 300])
@@ -321,7 +310,7 @@ def test_done_of_a_stranger_reads_no_file_elsewhere(tmp_path, name):
     (tmp_path / "elsewhere").write_text("secret")
     (tmp_path / "run" / "DONE").write_text(seal.dumps({"files": {name: "6 bytes"}}))
     with pytest.raises(TrainingError, match=r"no file of this folder|File name too long"):
-        directory.is_finished_with(make_settings())
+        directory.is_finished_with(Settings())
 
 
 def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path):
@@ -389,7 +378,7 @@ def contents(folder):
 
 def begin_again(directory, error=None):
     with directory.locked():
-        directory.open(make_settings(seed=2, rerun_finished=True))
+        directory.open(Settings(seed=2, rerun_finished=True))
         directory.note_environment(torch.device("cpu"), 1)
         directory.metrics.write_text('{"step": 1}\n')
         directory.note_divergence(1)
@@ -468,16 +457,22 @@ def test_every_start_notes_its_environment(tmp_path):
     assert lines[0]["torch"] == torch.__version__
 
 
-def test_unwritable_place_is_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=r"cannot create the run directory .*file/run.* run_dir="):
-        opened(tmp_path / "file" / "run")
-
-
 def hold(path, held, release):
     with RunDirectory(path).locked():
         held.set()
         release.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("x" * 300, "File name too long"), ("file/run", "Not a directory")]
+)
+def test_a_place_where_no_run_can_be_is_named(tmp_path, place, why):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TrainingError, match=rf"cannot create the run directory .*{why}.* run_dir="):
+        opened(tmp_path / place)
+    if place != "file/run":
+        with pytest.raises(TrainingError, match=rf"{why}.*set run_dir="):
+            RunDirectory(tmp_path / place).is_finished_with(Settings())
 
 
 def test_two_processes_cannot_train_the_same_run(tmp_path):
@@ -515,19 +510,15 @@ def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
     assert path.read_text() == "old"
 
 
-@pytest.mark.parametrize(
-    ("name", "may"),
-    [
-        ("hardware.micro_batch", True),
-        ("hardware.dtype", False),
-        ("data.sources.wiki.path", True),
-        ("data.sources.wiki.weight", False),
-        ("data.validation.wiki", True),
-        ("data.tokenizer", False),
-        ("attention.smooth_k", False),
-        ("log_every", True),
-        ("seed", False),
-    ],
-)
-def test_marks_of_a_group_hold_unless_a_setting_has_its_own(name, may):
-    assert identity.may_change(name) is may
+#: How a run executes or reports may change when it is continued, what it computes may not.
+EXECUTES = """hardware.micro_batch hardware.compile hardware.recompute log_every eval_every eval_sequences
+    sample_tokens checkpoint_every checkpoint_background keep_checkpoints milestone_every skip_nonfinite
+    spike.threshold probe.every data.sources.wiki.path data.validation.wiki"""
+COMPUTES = """hardware.dtype seed context train_sequences tps.warmup_steps optimizer.eps
+    optimizer.min_lr_ratio model.qk_norm attention.smooth_k data.tokenizer data.sources.wiki.weight"""
+
+
+def test_what_may_change():
+    """A mark of a group holds unless a setting has its own."""
+    assert [name for name in EXECUTES.split() if not identity.may_change(name)] == []
+    assert [name for name in COMPUTES.split() if identity.may_change(name)] == []

@@ -160,20 +160,3 @@ def test_damaged_metadata_is_named(saved, load, content):
     seal_again(folder)
     with pytest.raises((TrainingError, ValueError), match=r"step_00000001 .*\.metadata"):
         load(folder)
-
-
-def test_a_flipped_bit_anywhere_in_the_metadata_ends_in_no_other_error(saved):
-    """Sealed again, so that only the reader itself stands in the way."""
-    folder, expected = saved
-    content = (folder / ".metadata").read_bytes()
-    for position in range(0, len(content), 97):
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << position % 8
-        (folder / ".metadata").write_bytes(damaged)
-        seal_again(folder)
-        model, optimizer = make(seed=1)
-        try:
-            checkpoints(folder.parent).load_newest(model, optimizer)
-        except TrainingError:
-            continue
-        assert len(state_of(model, optimizer)) == len(expected)

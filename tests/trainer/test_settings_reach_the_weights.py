@@ -17,6 +17,7 @@ SETTINGS = OptimizerSettings(
     lr=3e-2, min_lr_ratio=0.2, beta1=0.7, beta2=0.8, eps=0.05, weight_decay=0.3, grad_clip=0.2
 )
 MUON = replace(SETTINGS, name="muon", muon_lr=0.07, muon_lr_scale="original", muon_momentum=0.6)
+RMS = replace(MUON, muon_lr=None, muon_lr_scale="match_rms_adamw")
 SMALL = LlamaConfig(vocab_size=37, d_model=16, n_layers=1, n_heads=2, d_head=8, d_ffn=24, max_context=8)
 STEPS = 3
 
@@ -49,9 +50,11 @@ def by_adamw(x, gradients):
     return x
 
 
-def by_muon(x, gradients):
+def by_muon(x, gradients, settings):
     """Nesterov momentum, its singular values taken near one by five Newton–Schulz iterations."""
-    momentum = torch.zeros_like(x)
+    momentum, matches = torch.zeros_like(x), settings.muon_lr_scale == "match_rms_adamw"
+    rate = settings.muon_lr or settings.lr
+    size = 0.2 * max(x.shape) ** 0.5 if matches else max(1, x.shape[0] / x.shape[1]) ** 0.5
     for gradient in gradients:
         g = gradient.double()
         momentum = MUON.muon_momentum * momentum + (1 - MUON.muon_momentum) * g
@@ -59,17 +62,16 @@ def by_muon(x, gradients):
         s = s / s.norm()
         for _ in range(5):
             s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-        size = max(1, x.shape[0] / x.shape[1]) ** 0.5
-        x = (1 - MUON.muon_lr * MUON.weight_decay) * x - MUON.muon_lr * size * (u @ s.diag() @ vt)
+        x = (1 - rate * settings.weight_decay) * x - rate * size * (u @ s.diag() @ vt)
     return x
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, MUON], ids=["adamw", "muon"])
+@pytest.mark.parametrize("settings", [SETTINGS, MUON, RMS], ids=["adamw", "muon", "rms"])
 def test_weights_follow_the_formula(settings):
     llama, before, gradients = steps(settings)
     for name, found in llama.named_parameters():
         if settings.name == "muon" and name.endswith("_proj.weight"):
-            wanted = by_muon(before[name], gradients[name])
+            wanted = by_muon(before[name], gradients[name], settings)
             moved = (wanted - before[name]).norm()
             assert (found.double() - wanted).norm() < 0.02 * moved, name  # torch iterates in bfloat16
         else:

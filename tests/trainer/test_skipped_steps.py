@@ -56,6 +56,7 @@ def test_a_step_that_is_not_finite_moves_nothing(train_here, tmp_path, states, s
     spoil(4, factor)
     train_here(tmp_path, *RUN, "skip_nonfinite=true")
     assert changed(states) == [True, True, False, True, True]
+    assert (tmp_path / "DONE").exists()
     assert all(state.isfinite().all() for state in states)
 
 

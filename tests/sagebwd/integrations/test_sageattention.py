@@ -15,6 +15,7 @@ from sagebwd import SageConfig, report, sage_attention
 from sagebwd.integrations import sageattention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
+from tests.inputs import gradients
 from tests.sagebwd.integrations.hand_written import assert_trains_as
 
 EXACT = SageConfig(int8_matmuls=())
@@ -31,13 +32,6 @@ DENSE = [
 def not_installed():
     yield
     sageattention.uninstall()
-
-
-def gradients(function, q, k, v, grad_out):
-    """[out, dq, dk, dv]"""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves)
-    return [out, *torch.autograd.grad(out, leaves, grad_out)]
 
 
 def assert_same(found, truth, bound=1e-5):

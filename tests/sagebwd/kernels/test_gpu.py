@@ -15,6 +15,7 @@ from sagebwd import explain
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.layout import block_count
 from sagebwd.metrics import relative_l2
+from tests.inputs import gradients
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal
 from tests.sagebwd.kernels.operators import assert_same as assert_same_lists
@@ -47,13 +48,6 @@ def causal(kernel_set):
 @pytest.fixture
 def full(kernel_set):
     return operators.attention(kernel_set.name, is_causal=False)
-
-
-def gradients(function, q, k, v, grad_out):
-    """[out, dq, dk, dv], without the accumulation of ``backward()``."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 def draw_on_gpu(batch, heads, tokens, head_dim, *, dtype=torch.bfloat16, n=4):

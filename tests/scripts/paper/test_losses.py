@@ -12,7 +12,7 @@ from sagebwd.config import MATMULS
 from scripts.output import read_json
 from scripts.paper import curves, losses
 from scripts.paper.losses import compare
-from scripts.paper.run_summary import divergence, read, read_run, without_places
+from scripts.paper.run_summary import divergence, read_run, without_places
 from scripts.paper.statistics import read_rows
 from scripts.paper.variants import base_of, is_null, variant_of
 from tests.cli import ROOT
@@ -290,10 +290,3 @@ def stored_rows():
 def test_the_committed_table_is_that_of_the_committed_runs(tmp_path):
     losses.main([str(ROOT / "results"), "--out", str(tmp_path / "losses")])
     assert read_json(tmp_path / "losses.json")["rows"] == read_json(ROOT / "results" / "losses.json")["rows"]
-
-
-def test_names_in_older_files_are_renewed():
-    """presets.json.gz spells out the settings of paper(); merged with new runs, both are one variant."""
-    variants = {run["variant"] for run in read(ROOT / "results" / "presets.json.gz")}
-    assert variants >= {"full precision", "SageBwd", "SageBwd, paper"}
-    assert not any("granularity" in variant for variant in variants)
