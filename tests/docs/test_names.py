@@ -9,9 +9,9 @@ import pytest
 
 from sagebwd import SageConfig, config
 from tests.docs import pages
-from tests.docs.pages import CURRENT, ROOT
+from tests.docs.pages import PAGES, ROOT
 
-TEXT = "\n".join(pages.prose(page) for page in CURRENT)
+TEXT = "\n".join(pages.prose(page) for page in PAGES)
 ATTENTION = pages.prose(ROOT / "docs/attention.md")
 MODULES = sorted(set(re.findall(r"`(?:python -m )?(scripts(?:\.\w+)+)", TEXT)))
 DOTTED = sorted(set(re.findall(r"`(sagebwd(?:\.\w+)+)", TEXT)))
