@@ -30,7 +30,7 @@ docs: $(VENV)/docs.done docs-source
 docs-source:
 	rm -rf .docs-source
 	mkdir -p .docs-source/scripts/paper
-	cp -r README.md CONTRIBUTING.md LICENSE CITATION.cff docs results .docs-source
+	cp -r README.md CONTRIBUTING.md CHANGELOG.md LICENSE CITATION.cff docs results .docs-source
 	cp scripts/paper/*.py .docs-source/scripts/paper
 
 lint: $(VENV)/dev.done

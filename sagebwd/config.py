@@ -62,7 +62,7 @@ class SageConfig:
     - the scale of a block of Q, K, V or dO that earlier tokens share with them (``operand_scales="block"``);
     - the scale of a whole tile of P and dS in the backward (``granularity="block"``).
 
-    ``results/causal_leak.json`` has their sizes.
+    ``results/accuracy/causal_leak.json`` has their sizes.
 
     ``add_mean_k_term``, ``exact_delta`` and ``s_levels=2`` exist in the reference only: on a GPU they raise.
     :func:`sagebwd.explain` tells which kernels run a setting.

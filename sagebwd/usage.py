@@ -26,7 +26,7 @@ from sagebwd.validation import DTYPES, cast_to_autocast_dtype
 FALLBACKS = ("error", "sdpa")
 
 
-#: With S in INT8, errors of dQ and dK reach 10% where the largest logit is about this (docs/log.md).
+#: With S in INT8, errors of dQ and dK reach 10% where the largest logit is about this (results/log.md).
 LARGEST_LOGIT = 64.0
 #: So many calls of each layer class have their logits looked at: two steps of most models.
 LOOKS = 64

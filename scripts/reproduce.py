@@ -6,8 +6,8 @@
     python -m scripts.reproduce --all --scale full
 
 An item (configs/paper/ITEM.yaml) trains the runs it needs, measures, and writes ITEM.json (or ITEM.json.gz)
-and a picture to runs/reproduce/results. The committed numbers in results/ change only with --write-results;
-the report there is then filled in again: python -m scripts.paper.report.
+and a picture to a folder of runs/reproduce/results. The committed numbers in results/ change only with
+--write-results; the report there is then filled in again: python -m scripts.paper.report.
 
 Runs are `train.py` command lines, each with a directory below --runs-dir, where items that share a run find
 it: an interrupted run is continued, a finished one is not run again. Stop it at any time (Ctrl-C, SIGTERM):
@@ -157,7 +157,7 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
 
 def missing(results: Path) -> list[Item]:
     """The items without a result in the folder."""
-    return [item for item in items().values() if not list(results.glob(f"{item.result}*"))]
+    return [item for item in items().values() if not list(results.glob(f"{item.result}.json*"))]
 
 
 def listing() -> str:
@@ -206,7 +206,7 @@ def reproduce(item: Item, arguments: argparse.Namespace) -> bool:
     if runs and not paths:
         print(f"{item.name}: none of its runs is there, so there is nothing to measure", file=sys.stderr)
         return False
-    arguments.results.mkdir(parents=True, exist_ok=True)
+    (arguments.results / item.result).parent.mkdir(parents=True, exist_ok=True)
     # Commands build on each other: none is tried after one that failed.
     return all(measure(text, paths, arguments) for text in item.commands[arguments.scale]) and well
 

@@ -11,8 +11,8 @@ Each tool runs each case in a process of its own. PyTorch's caching allocator is
 where its allocation ends. The exit code is 1 if there were errors, or if a case did not finish.
 
 racecheck may report threads that write the same sum, rounded differently, to one address: Triton reduces like
-that (triton-lang/triton#7264). Nor does it follow some handshakes by barriers: docs/log.md, "What racecheck
-reports", names those reports, each of which another tool refutes. Any other is a bug.
+that (triton-lang/triton#7264). Nor does it follow some handshakes by barriers: results/log.md, "What
+racecheck reports", names those, each of which another tool refutes. Any other is a bug.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a run takes before its first step: memory, time and disk; what helps; the table of `plan=true`.
 
 Counted from the settings, in milliseconds, without a model or data. On H200s memory is within 2% of what
-PyTorch allocated in the runs of results/bench_training.json, bench_training_24gb.json and bench_gpus.json;
+PyTorch allocated in the runs of results/speed, bench_training, bench_training_24gb and bench_gpus;
 tests/trainer/test_estimate.py compares them. On a CPU two short runs took 1.03 (llama_tiny) and 1.09 times
 their estimate (llama_35m), because malloc does not return all that was freed.
 """
@@ -258,11 +258,11 @@ def _alternatives(settings: Settings, ranks: int) -> Iterator[list[dict[str, int
 
 # ---------------------------------------------------------------------- time
 
-#: MFU of llama_325m on an H200 at context 4096, by attention.backend: results/bench_training.json.
+#: MFU of llama_325m on an H200 at context 4096, by attention.backend: results/speed/bench_training.json.
 MFU_ON_H200 = {"fpa": 0.471, "sagebwd": 0.465}
 #: For any other GPU: an assumption.
 ASSUMED_MFU = 0.4
-#: Speed of several GPUs relative to that many single ones, two to four H200s: results/bench_gpus.json.
+#: Speed of several GPUs relative to that many single ones, two to four H200s: results/speed/bench_gpus.json.
 SCALING = {"ddp": 0.96, "fsdp": 0.90}
 
 #: On a CPU, speed of a step relative to a large float32 matrix product, and of the reference of SageBwd's

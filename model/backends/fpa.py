@@ -208,7 +208,7 @@ def fastest_first(capability: tuple[int, int]) -> tuple[str, ...]:
 
     On Hopper, cuDNN uses the asynchronous tensor-core instructions and PyTorch's FlashAttention-2 does not:
     cuDNN is 1.3 to 1.9 times as fast on an H200. Forward and backward of FlashAttention-4 are 1.07 to 1.16
-    times as fast as cuDNN's there (docs/log.md). For a B200 its authors report the same order; it was not
+    times as fast as cuDNN's there (results/log.md). For a B200 its authors report the same order; it was not
     measured here. On older GPUs FlashAttention-2 is the established best.
     """
     if capability[0] in FA4_IS_FASTEST:

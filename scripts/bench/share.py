@@ -11,7 +11,7 @@ measurements of an H200, and yours may be the first GPU of its kind. Should some
 what was measured is kept. --kernels without a name leaves the other kernels out.
 
 The file holds the GPU, its limits and clocks, versions of driver and packages, settings, times and errors. It
-holds no names of users, machines or folders. To send it: add it to results/submitted/ in a pull request, or
+holds no names of users, machines or folders. To send it: add it to results/gpus/ in a pull request, or
 attach it to an issue. A result that is slower than the alternatives is as welcome as one that is faster.
 """
 

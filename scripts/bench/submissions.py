@@ -1,6 +1,6 @@
 """Results that people sent in: what a file must hold, and the page that shows them all.
 
-python -m scripts.bench.submissions                    write docs/gpus.md from results/submitted/*.json
+python -m scripts.bench.submissions                    write docs/gpus.md from results/gpus/*.json
 python -m scripts.bench.submissions --check FILE.json  say what is wrong with a file of scripts.bench.share
 """
 
@@ -18,7 +18,7 @@ from scripts.command_line import command_parser
 from scripts.output import align, number, read_result
 
 PROGRAM = "python -m scripts.bench.submissions"
-SUBMITTED = Path("results/submitted")
+SUBMITTED = Path("results/gpus")
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/gpus.md"
 BEGIN, END = "<!-- submitted results: begin -->\n", "<!-- submitted results: end -->\n"

@@ -202,7 +202,7 @@ def speeds(folder: Path) -> dict[Kind, list[float]]:
     GPU, the newest counts.
     """
     newest: dict[Any, tuple[Kind, float]] = {}
-    paths = [*folder.glob("bench_*.json*"), *folder.glob("submitted/*.json")]
+    paths = [*folder.glob("speed/bench_*.json*"), *folder.glob("gpus/*.json")]
     files = {path: read_result(path) for path in sorted(paths)}
     results = [(path, result) for path, result in files.items() if is_benchmark(result)]
     for path, result in sorted(results, key=lambda found: found[1]["date"]):

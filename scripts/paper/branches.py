@@ -2,9 +2,9 @@
 
     python -m scripts.paper.branches results
 
-Reads branches.json.gz, which scripts.paper.curves wrote, and ablation.json.gz of the folder, and writes
-gap.png, ablation.png and branches.md there. A gap is a branch's training loss minus that of the branch with
-cuDNN from the same model.
+Reads losses/branches.json.gz, which scripts.paper.curves wrote, and losses/ablation.json.gz of the folder,
+and writes gap.png, ablation.png and losses/branches.md there. A gap is a branch's training loss minus that of
+the branch with cuDNN from the same model.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Branch(NamedTuple):
 
 def read_branches(folder: Path) -> list[Branch]:
     found = []
-    for run in stored_runs(read_json(folder / "branches.json")):
+    for run in stored_runs(read_json(folder / "losses/branches.json")):
         group, variant = run["group"], run["variant"]
         has_none = NO_QK_NORM in variant
         for name, (parameters, *own) in SETUPS.items():
@@ -96,7 +96,7 @@ def read_branches(folder: Path) -> list[Branch]:
 
 
 def read_ablation(folder: Path, key: str = "runs") -> list[Branch]:
-    runs = read_json(folder / "ablation.json")[key]
+    runs = read_json(folder / "losses/ablation.json")[key]
     return [Branch("ablation", run["arm"], run["seed"], np.array(run["curve"]["loss"]), run) for run in runs]
 
 
@@ -297,8 +297,8 @@ def main(argv: list[str] | None = None) -> None:
     sections["Ablation"] = ablation_table(arms) + "\n\n\\* cut off before its last step"
     text = "".join(f"\n## {name}\n\n{own}\n" for name, own in sections.items())
     write_markdown(
-        folder / "branches",
-        f"# Branches of one model\n\nNats per token; [the report](README.md) explains them.\n{text}",
+        folder / "losses/branches",
+        f"# Branches of one model\n\nNats per token; [the report](../README.md) explains them.\n{text}",
     )
     print(text)
 

@@ -11,11 +11,12 @@ An item is one YAML file:
     setups          setups of its own, as in common.yaml
     runs            by scale, a list of setups, or of {setup, variants, seeds, starts_from, branches_from};
                     each branch goes on from the run branches_from of its own seed
-    measure         commands: {runs} are the run directories, {results} the folder of results, {scale}
+    measure         commands: {runs} are the run directories, {results} the folder of results, {out} the
+                    result there, {scale}
     debug           the commands at the debug scale, if they are others
     needs_weights   the commands read trained weights, which diverged runs do not have
     minutes         of the commands, on one H200
-    result          the JSON file, which may be compressed
+    result          FOLDER/NAME of the JSON file below {results}; it may be compressed
 """
 
 from __future__ import annotations
@@ -92,8 +93,11 @@ def find(name: str) -> Item:
 def read_item(name: str) -> Item:
     own, common = read_yaml(name), read_yaml(COMMON)
     setups = common["setups"] | own.get("setups", {})
-    commands = dict.fromkeys(SCALES, tuple(own["measure"]))
-    commands |= {"debug": tuple(own["debug"])} if "debug" in own else {}
+    debug = own.get("debug", own["measure"])
+    commands = {
+        scale: tuple(text.replace("{out}", f"{{results}}/{own['result']}") for text in texts)
+        for scale, texts in zip(SCALES, (own["measure"], own["measure"], debug), strict=True)
+    }
     runs = {
         scale: tuple(
             run

@@ -1,6 +1,6 @@
 """All differences of losses in one table, each beside its null.
 
-    python -m scripts.paper.losses results --out results/losses
+    python -m scripts.paper.losses results/losses --out results/losses/losses
 
 Reads the comparisons that scripts.paper.curves stored (configs/paper/losses.yaml names them) and writes
 OUT.json and OUT.md. Runs with one model, text and schedule are compared, whichever
@@ -264,8 +264,9 @@ def main(argv: list[str] | None = None) -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(with_ending(arguments.out, ".json"), finite(result))
     differences = losses_table(read_rows(result))  # the rounded ones, as others read them
-    title = "# All differences of losses\n\nNats per token; [the report](README.md#whole-runs) explains them."
-    write_text(with_ending(arguments.out, ".md"), f"{title}\n\n{differences}\n")
+    title = "# All differences of losses"
+    explained = "Nats per token; [the report](../README.md#whole-runs) explains them."
+    write_text(with_ending(arguments.out, ".md"), f"{title}\n\n{explained}\n\n{differences}\n")
     print(differences)
     print(f"written to {arguments.out}.json and .md")
 

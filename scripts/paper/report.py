@@ -69,7 +69,7 @@ def branch_facts(results: Path) -> dict[str, Any]:
 
 def loss_facts(results: Path) -> dict[str, Any]:
     """ "35m-16k | SageBwd | training" and so on."""
-    rows = by_name(read_rows(read_json(results / "losses.json")))
+    rows = by_name(read_rows(read_json(results / "losses/losses.json")))
     return {f"{name} | {loss}": gap for name, row in rows.items() for loss, gap in row.losses.items()}
 
 
@@ -79,7 +79,7 @@ def by_name(rows: Iterable[Row]) -> dict[str, Row]:
 
 def rate_facts(results: Path) -> dict[str, Any]:
     """Losses of the default minus full precision's at the same learning rate and seed, with QK-norm."""
-    runs = stored_runs(read_json(results / "learning_rate.json"))
+    runs = stored_runs(read_json(results / "losses/learning_rate.json"))
     losses = {(run["variant"], run["seed"], run["group"]["lr"]): run["final_loss"] for run in runs}
     pairs = [(loss, losses.get((FULL_PRECISION, *at))) for (own, *at), loss in losses.items() if own == SAGE]
     gaps = [loss - other for loss, other in pairs if other is not None]
@@ -89,16 +89,16 @@ def rate_facts(results: Path) -> dict[str, Any]:
 
 def table1_facts(results: Path) -> dict[str, Any]:
     """Shares of Table 1's entries within SAME, at the shape of table1.json and at those of accuracy.json."""
-    rows = read_json(results / "table1.json")["rows"]
+    rows = read_json(results / "accuracy/table1.json")["rows"]
     known: dict[str, Any] = {}
     shapes: dict[tuple, list[dict]] = {}
-    for row in read_json(results / "accuracy.json")["shapes"]:
+    for row in read_json(results / "accuracy/accuracy.json")["shapes"]:
         shapes.setdefault((row["tokens"], row["head_dim"], row["causal"]), []).append(row)
     for variant in ("row", "block"):
         known[f"table1.{variant}"] = same_errors(rows, variant)
         give_it = [is_the_table(same_errors(own, variant)) for own in shapes.values()]
         known[f"table1.shapes.{variant}"] = Share(sum(give_it), len(give_it))
-    tiles = read_json(results / "table1.json")["tiles"]
+    tiles = read_json(results / "accuracy/table1.json")["tiles"]
     known["table1.tiles"] = ", ".join(f"{errors['dq'][1]:.3f} ({tile})" for tile, errors in tiles.items())
     lines = [
         [f"{row['sigma']:g}", row["variant"], *(f"{row[name][1]:.4f}" for name in TENSORS)]
@@ -147,7 +147,7 @@ def bias_facts(results: Path) -> dict[str, Any]:
     """ "325M | paper | k | T*" and so on, at the end of runs; "… | adam | T*": as Adam scales them."""
     known: dict[str, Any] = {}
     for title, (file, run) in BIAS_MODELS.items():
-        rows = read_json(results / f"{file}.json")["rows"]
+        rows = read_json(results / f"accuracy/{file}.json")["rows"]
         last = max(row["step"] for row in rows if row["run"] == run)
         for row in rows:
             if (row["run"], row["step"], row["layer"]) == (run, last, None):
@@ -173,7 +173,7 @@ def layer_facts(results: Path) -> dict[str, Any]:
     tried: dict[str, list[bool]] = {}
     models: dict[tuple[str, bool], list[dict]] = {}  # those that differ by their seed as one
     for file in ("layers", "layers_branches"):
-        data = read_json(results / f"{file}.json")
+        data = read_json(results / f"accuracy/{file}.json")
         for run in (run for run in data["runs"] if "smooth" not in run):
             rows = [row for row in data["rows"] if row["run"] == run]
             qk_norm = data["runs"][run]["qk_norm"]
@@ -219,7 +219,7 @@ def layer_claims(rows: list[dict], table2: dict[str, Any]) -> dict[str, bool]:
 
 def speed_facts(results: Path) -> dict[str, Any]:
     """Forward and backward on the H200 of bench_attention.json, times the speed of a peer."""
-    rows = read_json(results / "bench_attention.json")["rows"]
+    rows = read_json(results / "speed/bench_attention.json")["rows"]
     own = [row for row in rows if row["implementation"] == "sagebwd" and row["mode"] == "both"]
     known: dict[str, Any] = {}
     lines = []
@@ -253,9 +253,10 @@ def speed_facts(results: Path) -> dict[str, Any]:
 
 def step_facts(results: Path) -> dict[str, Any]:
     """Tokens per second of a training step, by context."""
-    rows = [row for row in read_json(results / "bench_training.json")["rows"] if row["tokens_per_second"]]
+    every = read_json(results / "speed/bench_training.json")["rows"]
+    rows = [row for row in every if row["tokens_per_second"]]
     contexts = sorted({row["context"] for row in rows})
-    names = [row.get("contestant") or row["attention"] for row in rows]  # older files have the former
+    names = [row["attention"] for row in rows]
     speeds = {(name, row["context"]): row["tokens_per_second"] for name, row in zip(names, rows, strict=True)}
     lines = [
         [name, *(f"{speeds[name, n]:,.0f}" if (name, n) in speeds else "" for n in contexts)]

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: What holds today. The log names code and commands of its time.
-CURRENT = [page for page in PAGES if page.name != "log.md"]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -46,8 +44,8 @@ def anchor(heading: str) -> str:
 
 
 def commands() -> Iterator[list[str]]:
-    """The words of every command line of the current pages, in blocks of shell and in the text."""
-    for page in CURRENT:
+    """The words of every command line of the pages, in blocks of shell and in the text."""
+    for page in PAGES:
         lines = [line for block in blocks(page, "sh") for line in block.splitlines()]
         for line in lines + COMMAND.findall(prose(page)):
             for command in line.split(" && "):

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from data import prepare
 from tests.docs import pages
-from tests.docs.pages import CURRENT, ROOT
+from tests.docs.pages import PAGES, ROOT
 from trainer import settings
 
 CONFIGS = ROOT / "configs"
@@ -125,7 +125,7 @@ GROUPS = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()}
 SETTINGS = sorted(
     {
         text
-        for page in CURRENT
+        for page in PAGES
         for text in SETTING.findall(pages.prose(page))
         if text.split("=")[0].split(".")[0] in GROUPS - {"hydra"} and not text.endswith(("=N", "=NAME"))
     }

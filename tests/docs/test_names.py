@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 
-from sagebwd import SageConfig, config
+from sagebwd import SageConfig, __version__, config
 from tests.docs import pages
-from tests.docs.pages import CURRENT, ROOT
+from tests.docs.pages import PAGES, ROOT
 
-TEXT = "\n".join(pages.prose(page) for page in CURRENT)
+TEXT = "\n".join(pages.prose(page) for page in PAGES)
 ATTENTION = pages.prose(ROOT / "docs/attention.md")
 MODULES = sorted(set(re.findall(r"`(?:python -m )?(scripts(?:\.\w+)+)", TEXT)))
 DOTTED = sorted(set(re.findall(r"`(sagebwd(?:\.\w+)+)", TEXT)))
@@ -50,3 +50,11 @@ def test_presets_are_those_of_library_and_trainer():
 def test_every_switch_is_documented():
     documented = set(re.findall(r"`(\w+)(?:=\w+)?`", ATTENTION))
     assert {field.name for field in fields(SageConfig)} <= documented
+
+
+def test_versions_are_the_same_everywhere():
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "CHANGELOG.md")}
+    assert f"\nversion: {__version__}\n" in texts["CITATION.cff"]
+    assert __version__ in texts["CHANGELOG.md"]
+    [ruff] = re.findall(r"^ruff==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f"rev: v{ruff}\n" in (ROOT / ".pre-commit-config.yaml").read_text()

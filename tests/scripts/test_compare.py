@@ -410,7 +410,7 @@ def test_a_picture_of_no_known_kind_is_refused(tmp_path, capsys):
 
 def test_committed_results_are_not_overwritten(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "RESULTS", tmp_path / "results")
-    committed = [tmp_path / "results" / "quickstart" / name for name in ("fpa", "sagebwd")]
+    committed = [tmp_path / "results/runs/quickstart" / name for name in ("fpa", "sagebwd")]
     assert compare.default_out(committed) == Path("runs/comparison.png")
     assert compare.default_out([tmp_path / "mine" / "fpa"]) == tmp_path / "mine" / "comparison.png"
     apart = [tmp_path / "a" / "fpa", tmp_path / "b" / "fpa"]

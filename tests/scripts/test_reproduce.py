@@ -170,12 +170,13 @@ def test_the_committed_results_are_touched_on_request_alone(capsys):
     reproduce.main(["table1", "--dry-run"])
     first, *_, command = capsys.readouterr().out.splitlines()
     assert first.startswith("results go to runs/reproduce/results/; --write-results")
-    assert command.endswith("scripts.paper.table1 --out runs/reproduce/results/table1.json")
+    assert command.endswith("scripts.paper.table1 --out runs/reproduce/results/accuracy/table1.json")
 
 
 def test_all_means_what_is_not_there_yet(tmp_path):
-    (tmp_path / "table1.json").touch()
-    (tmp_path / "figure1a.json.gz").touch()
+    for name in ("accuracy/table1.json", "losses/figure1a.json.gz"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
     names = [item.name for item in arguments("--all", "--results", str(tmp_path)).items]
     assert names == [name for name in items() if name not in ("table1", "figure1a")]
 
@@ -223,7 +224,7 @@ def test_table1(here, tmp_path, monkeypatch):
     item = replace(item, commands={"scaled": tuple(text + small for text in item.commands["scaled"])})
     monkeypatch.setattr(reproduce, "find", {"table1": item}.__getitem__)
     reproduce.main(["table1", "--results", str(tmp_path)])
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["table1.json", "table1.png"]
+    assert sorted(file.name for file in (tmp_path / "accuracy").iterdir()) == ["table1.json", "table1.png"]
 
 
 def test_a_training_item_resumes_and_refuses_other_settings(here, tmp_path, datasets, monkeypatch, capfd):
@@ -241,16 +242,16 @@ def test_a_training_item_resumes_and_refuses_other_settings(here, tmp_path, data
     reproduce.main(command)
     assert here == ["debug-256/fpa-seed1", "debug-256/sagebwd-seed1"]
     results = tmp_path / "debug-results"
-    runs = read_json(results / "figure1b.json")["runs"]
+    runs = read_json(results / "losses/figure1b.json")["runs"]
     assert [run["variant"] for run in runs] == ["full precision", "SageBwd"]
     assert len({run["group"]["text"] for run in runs}) == 1
     assert len(runs[0]["group"]["text"]) == 64  # the fingerprint
-    assert (results / "figure1b.png").exists()
+    assert (results / "losses/figure1b.png").exists()
 
     shutil.rmtree(results)
     reproduce.main(command)
     assert here[2:] == []  # both are finished
-    assert (results / "figure1b.json.gz").exists()
+    assert (results / "losses/figure1b.json.gz").exists()
     shutil.rmtree(results)
     with pytest.raises(SystemExit, match="failed: figure1b"):
         reproduce.main([*command, "optimizer.lr=1"])
@@ -272,7 +273,7 @@ def test_of_weights_only_finished_runs_are_measured(here, tmp_path, datasets, mo
     reproduce.main([*command, *given])
     assert here == ["debug-2k/fpa-seed1"]
     assert "has no finished weights" in capsys.readouterr().err
-    rows = read_json(tmp_path / "debug-results" / "gradient_bias.json")["rows"]
+    rows = read_json(tmp_path / "debug-results/accuracy/gradient_bias.json")["rows"]
     assert {row["setting"] for row in rows} >= {"paper", "only_o"}
 
 

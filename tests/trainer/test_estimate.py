@@ -35,7 +35,7 @@ from trainer.machine import peak_of, peak_tflops
 from trainer.optimizer import build_optimizer
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
-RESULTS = Path(__file__).parents[2] / "results"
+RESULTS = Path(__file__).parents[2] / "results/speed"
 NO_PROBE = "probe.every=0"
 
 

@@ -23,7 +23,7 @@ constexpr int HELPERS = 3, BUFFERS = 3;
 // `last_keys_first`: the last keys of a document come first, and every CTA begins with the first queries that see its keys. Under
 // the causal mask CTAs then follow each other through the queries and hardly wait, but the longest work tiles come last, and the
 // CTAs of a head are spread over its queries. Otherwise the first keys come first, and all CTAs begin with the last queries, which
-// then come from the L2 cache. docs/log.md has both measured. It depends on the document alone: dQ has the same bits in any pack.
+// then come from the L2 cache. results/log.md has both measured. It depends on the document alone: dQ has the same bits in any pack.
 __device__ __forceinline__ bool takes_last_keys_first(const KeyTile& tile, int up_to_queries) {
     return tile.q.tokens <= up_to_queries;
 }

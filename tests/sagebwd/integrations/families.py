@@ -1,6 +1,6 @@
 """Model families of transformers at tiny size with random weights: one training step and its gradients.
 
-Which families there are is in results/integrations.json, the table of docs/models.md.
+Which families there are is in results/accuracy/integrations.json, the table of docs/models.md.
 """
 
 import re
@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from data.files import read_json
 
-RESULTS = read_json(Path(__file__).parents[3] / "results/integrations.json")
+RESULTS = read_json(Path(__file__).parents[3] / "results/accuracy/integrations.json")
 
 VOCABULARY, TOKENS = 97, 40
 

@@ -1,6 +1,6 @@
 """torchtitan's attention by torch's varlen_attn, with a stand-in for the package.
 
-With torchtitan 0.3.0 itself, its llama3 under FSDP2 and tensor parallelism was tried by hand: docs/log.md.
+With torchtitan 0.3.0 itself, its llama3 under FSDP2 and tensor parallelism was tried by hand: results/log.md.
 """
 
 import importlib

@@ -278,7 +278,7 @@ def check(kernels, attend_reference, assert_same) -> Callable[..., dict[str, Ten
 
     Gradients are compared with what the reference makes of the kernels' O. fp16 rounds few elements of it
     otherwise than the reference's, but δ carries each into a whole row of dS. Tensor cores, which cut sums
-    off, leave up to 0.7% of them, which moves dK by 1.1e-3 (docs/log.md). A compensated O has no such error.
+    off, leave up to 0.7% of them: dK moves by 1.1e-3 (results/log.md). A compensated O has no such error.
     """
 
     def check(

@@ -372,7 +372,7 @@ def test_nothing_else_is_written(run):
 
 def test_committed_results_can_be_read():
     """They have the rows of older versions."""
-    result = output.read_result(bench.ROOT / "results/bench_windows.json.gz")
+    result = output.read_result(bench.ROOT / "results/speed/bench_windows.json.gz")
     rows = tables.rows_of(result)
     assert "window 1024,0" in {row.shape.mask for row in rows}
     assert "SageBwd" in tables.to_markdown(result, rows)

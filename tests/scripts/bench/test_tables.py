@@ -28,9 +28,9 @@ def write(folder, name, date, *rows, gpu="NVIDIA H100", capability="9.0"):
 
 def test_of_a_shape_the_newest_counts_and_each_gpu(tmp_path):
     longer = replace(SHAPE, tokens=16384)
-    write(tmp_path, "bench_b.json.gz", "2026-01-01", row("sagebwd", 1.1), row("sagebwd", 1.2, longer))
-    write(tmp_path, "bench_a.json.gz", "2026-01-02", row("sagebwd", 1.3))
-    write(tmp_path, "bench_c.json.gz", "2025-01-01", row("sagebwd", 1.9), gpu="NVIDIA H200")
+    write(tmp_path, "speed/bench_b.json.gz", "2026-01-01", row("sagebwd", 1.1), row("sagebwd", 1.2, longer))
+    write(tmp_path, "speed/bench_a.json.gz", "2026-01-02", row("sagebwd", 1.3))
+    write(tmp_path, "speed/bench_c.json.gz", "2025-01-01", row("sagebwd", 1.9), gpu="NVIDIA H200")
     assert {kind: sorted(over) for kind, over in speeds(tmp_path).items()} == {HOPPER_64: [1.2, 1.3, 1.9]}
 
 
@@ -44,8 +44,8 @@ def test_what_does_not_count_is_left_out(tmp_path):
         row("sagebwd dQ in 16 bit", 2.0),
         row("cuDNN", 2.0),
     )
-    write(tmp_path, "bench_a.json.gz", "2026-01-01", *others, row("sagebwd", 1.5))
-    (tmp_path / "bench_training.json").write_text(json.dumps({"rows": [{"shape": "325M"}]}))
+    write(tmp_path, "speed/bench_a.json.gz", "2026-01-01", *others, row("sagebwd", 1.5))
+    (tmp_path / "speed/bench_training.json").write_text(json.dumps({"rows": [{"shape": "325M"}]}))
     assert speeds(tmp_path) == {HOPPER_64: [1.5]}
 
 
@@ -57,10 +57,8 @@ def test_a_speed_is_of_the_kernels_that_ran(tmp_path):
         row("sagebwd paper", 1.3),
         row("sagebwd S alone in INT8", 1.4),
     )
-    write(tmp_path, "bench_ampere_h100.json.gz", "2026-01-01", *rows)
-    write(
-        tmp_path, "submitted/mine.json", "2026-01-01", row("sagebwd", 1.5), gpu="RTX 4090", capability="8.9"
-    )
+    write(tmp_path, "speed/bench_ampere_h100.json.gz", "2026-01-01", *rows)
+    write(tmp_path, "gpus/mine.json", "2026-01-01", row("sagebwd", 1.5), gpu="RTX 4090", capability="8.9")
     assert speeds(tmp_path) == {
         Kind("accurate", "triton", "9.0", 64): [1.1],
         Kind("paper", "ampere", "9.0", 64): [1.2],

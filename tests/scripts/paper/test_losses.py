@@ -283,10 +283,13 @@ def test_what_is_no_run_is_named(tmp_path, make_run):
 # --- The committed results ----------------------------------------------------------------------------------
 
 
+RESULTS = ROOT / "results/losses"
+
+
 def stored_rows():
-    return read_rows(read_json(ROOT / "results" / "losses.json"))
+    return read_rows(read_json(RESULTS / "losses.json"))
 
 
 def test_the_committed_table_is_that_of_the_committed_runs(tmp_path):
-    losses.main([str(ROOT / "results"), "--out", str(tmp_path / "losses")])
-    assert read_json(tmp_path / "losses.json")["rows"] == read_json(ROOT / "results" / "losses.json")["rows"]
+    losses.main([str(RESULTS), "--out", str(tmp_path / "losses")])
+    assert read_json(tmp_path / "losses.json")["rows"] == read_json(RESULTS / "losses.json")["rows"]
