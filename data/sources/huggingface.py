@@ -131,8 +131,9 @@ def _builder(settings: DataSettings, path: str | None) -> Any:
         raise ValueError("a format needs data.path=FILES")  # or it reads whatever is in the working folder
     if path and not _is_elsewhere(settings, path) and not Path(settings.name).is_dir():
         path = [glob.escape(str(file)) for file in matching(path, ("",))]
+    of_csv = {"keep_default_na": False} if settings.name == "csv" else {}  # the word NA is text
     return datasets.load_dataset_builder(
-        settings.name, settings.config, data_files=path, revision=settings.revision
+        settings.name, settings.config, data_files=path, revision=settings.revision, **of_csv
     )
 
 

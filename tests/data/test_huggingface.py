@@ -208,7 +208,7 @@ def test_what_is_not_there_is_named_before_a_folder_is_made(files, changed, comp
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("kind", ["csv", "json", "parquet", "jsonl"])
 def test_a_row_without_text_is_skipped_and_counted_in_each_source(files, kind, streaming):
-    rows = ["", None, "one", *[None] * 8, "two"]
+    rows = ["", None, "NA", *[None] * 8, "two"]
     with open("rows.csv", "w", newline="") as file:
         csv.writer(file).writerows([("id", "text"), *enumerate(rows)])
     (files / "rows.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
@@ -217,7 +217,7 @@ def test_a_row_without_text_is_skipped_and_counted_in_each_source(files, kind, s
     given = {"name": kind} if kind in ("csv", "json") else {"source": kind, "name": None}
     text = Recipe(dataset(**given, path=path, streaming=streaming))
     manifest = prepare(text)
-    assert sorted(prepared(text.folder, "train") + prepared(text.folder, "val")) == ["one", "two"]
+    assert sorted(prepared(text.folder, "train") + prepared(text.folder, "val")) == ["NA", "two"]
     assert list(manifest.losses()) == ["10 documents without text were skipped"]
 
 
