@@ -99,7 +99,7 @@ def _open(one: Recipe, limit_mb: int) -> Opened:
     if manifest is None:
         if one.input_bytes > limit_mb * 1e6:
             is_here = one.input_bytes < math.inf
-            what = f"its {one.input_bytes / 1e6:,.0f} MB take a while" if is_here else "its text is not here"
+            what = f"its text has {one.input_bytes / 1e6:,.0f} MB" if is_here else "its text is not here"
             raise ValueError(
                 f"{one.folder} is not prepared yet, and {what}. Prepare it once, on any machine with this "
                 f"folder:\n    {command(one)}"

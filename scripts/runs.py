@@ -155,8 +155,12 @@ def read_settings(directory: RunDirectory) -> Settings:
 
 
 def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
-    """The text of the run. Raises ValueError if it is other text, FileNotFoundError if it is missing."""
-    corpus = open_corpus(replace(settings.data, validation={}))  # which may not be here any more
+    """The prepared text of the run: preparing would write where a stranger's config.yaml says.
+
+    Raises ValueError if it is other text, or not prepared, FileNotFoundError if it is missing.
+    """
+    data = replace(settings.data, prepare_on_first_use_mb=0, validation={})  # which may not be here any more
+    corpus = open_corpus(data)
     trained_on = fingerprint(directory)
     if trained_on not in (None, corpus.manifest.fingerprint):
         raise ValueError(

@@ -23,6 +23,7 @@ from model.huggingface import CONFIG_FILE
 from model.llama import Llama
 from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.export import load_checkpoint
+from scripts.output import printable
 from scripts.runs import read_settings
 from trainer.errors import TrainingError, explain
 from trainer.run_directory import RunDirectory
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     try:
         llama, tokenizer = load(arguments.place, arguments.step)
-        print(sample(llama.to(arguments.device), tokenizer, arguments))
+        print(printable(sample(llama.to(arguments.device), tokenizer, arguments), keep="\n\t"))
     except (ValueError, TrainingError) as error:
         sys.exit(str(error))
     except OSError as error:

@@ -3,9 +3,12 @@ import json
 import numpy as np
 import pytest
 
+from data.corpus import open_corpus
 from data.loader import BatchLoader
 from scripts import show_batch
+from scripts.runs import read_settings
 from scripts.show_batch import Sequence, odd
+from trainer.run_directory import RunDirectory
 
 
 def sequence(tokens, index=0):
@@ -95,6 +98,11 @@ def test_it_prints_what_the_step_trained_on(trained, capsys):
         show_batch.main([str(run), "--spikes"])
     config = (run / "config.yaml").read_text()
     (run.parent / "book.txt").write_text("The rain fell in torrents.\n" * 400)
+    made = {*(run.parent / "tokens").rglob("*")}
+    with pytest.raises(SystemExit, match="is not prepared yet"):
+        show_batch.main([str(run), "--step", "1"])
+    assert made == {*(run.parent / "tokens").rglob("*")}  # it writes nothing where config.yaml says
+    open_corpus(read_settings(RunDirectory(run)).data)
     with pytest.raises(SystemExit, match="trained on other text"):
         show_batch.main([str(run), "--step", "1"])
     assert (run / "config.yaml").read_text() == config
