@@ -174,14 +174,16 @@ class RunDirectory:
                 raise
 
     def refuse_links(self) -> None:
-        """Raise ValueError for a link in the folder, which a stranger may have laid to any file.
+        """Raise ValueError for a pipe in the folder, or a link, which a stranger may have laid to any file.
 
-        `checkpoints` may be one, to another disk; W&B makes some of its own.
+        `checkpoints` may be one, to another disk, but not to another run; W&B makes some of its own.
         """
+        if self.checkpoints.is_symlink() and (self.checkpoints.resolve().parent / self.config.name).exists():
+            raise ValueError(f"{self.checkpoints} is a link to those of another run; delete it")
         for folder, inner, files in os.walk(self.path):
             for path in (Path(folder, name) for name in (*inner, *files)):
-                if path.is_symlink() and path != self.checkpoints:
-                    raise ValueError(f"{path} is a link; put there what it leads to, or delete it")
+                if (path.is_symlink() and path != self.checkpoints) or path.is_fifo():
+                    raise ValueError(f"{path} is a link or a pipe; put a file there, or delete it")
             inner[:] = [name for name in inner if Path(folder, name) not in (self.checkpoints, self._wandb)]
 
     def open(self, settings: Settings) -> None:

@@ -43,6 +43,8 @@ def read(folder: Path) -> dict[str, Any]:
 
     Raises OSError, or ValueError if it is damaged.
     """
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link; put there what it leads to")
     sealed = read_file(folder / FILE)
     if step_of(folder) != sealed.get("step"):
         raise ValueError(f"{FILE} is that of step {sealed.get('step')}")

@@ -261,7 +261,6 @@ DAMAGES_OF_RESULTS = {
     "cut short": lambda path: os.truncate(path, path.stat().st_size - 1),
     "a bit flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
     "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
-    "a pipe": lambda path: (path.unlink(), os.mkfifo(path)),
 }
 
 

@@ -1,6 +1,7 @@
 """What a run starts from: it goes on where that was, exactly, or says why it cannot."""
 
 import json
+import os
 import shutil
 
 import pytest
@@ -220,6 +221,23 @@ def test_links_in_the_run_of_a_stranger_lead_nowhere(train, trunk, tmp_path, nam
     with pytest.raises(OSError, match=name):
         append_line(link, {"step": 2})
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_a_pipe_a_checkpoint_and_checkpoints_that_are_links_are_refused(trunk, tmp_path):
+    run = shutil.copytree(trunk, tmp_path / "run")
+    os.mkfifo(run / "log.txt")  # to open it would wait for ever
+    with pytest.raises(ValueError, match=r"log\.txt is a link or a pipe"):
+        RunDirectory(run).records()
+    (run / "log.txt").unlink()
+    newest = run / "checkpoints" / "step_00000008"
+    shutil.rmtree(newest)
+    newest.symlink_to(trunk / "checkpoints" / newest.name)
+    with pytest.raises(ValueError, match="is a link"):
+        seal.verify(newest)
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(trunk / "checkpoints")  # to train would delete some
+    with pytest.raises(ValueError, match="those of another run"):
+        RunDirectory(run).records()
 
 
 REFUSED = [
