@@ -43,11 +43,11 @@ def test_a_run_its_checkpoint_and_its_export_say_the_same(run, capsys, tmp_path)
 
 def test_a_text_ends_where_the_model_ends_it_and_begins_after_another(run, capsys, monkeypatch):
     def generate(llama, prompt, tokens, **_):
-        return torch.cat((prompt, torch.tensor([[65, 66, 256, 67]])), dim=1)
+        return torch.cat((prompt, torch.tensor([[65, 27, 256, 67]])), dim=1)  # a terminal obeys 27
 
     monkeypatch.setattr(sample, "generate", generate)
-    assert printed(capsys, run, "--prompt", "ab") == "abAB\n"
-    assert printed(capsys, run) == "AB\n"
+    assert printed(capsys, run, "--prompt", "ab") == "abA\\x1b\n"
+    assert printed(capsys, run) == "A\\x1b\n"
 
 
 @pytest.mark.parametrize(
