@@ -6,6 +6,10 @@ A kernel set is a module with
     backward(grad_out, q, k, v, saved, params, grad_lse=None) -> (dq, dk, dv), laid out as q, k, v
     token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
+and, in its package, if it packs Q and K for the backward as kernels/cuda/packing.py does,
+
+    packs_v(params): whether it packs V, too; the backward otherwise reads V itself
+
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
 Rows of dS then sum to grad_lse, not to zero, so that dQ lacks scale · grad_lse · μ where the mean μ of K was
@@ -14,6 +18,9 @@ subtracted: :mod:`sagebwd.kernels.lse` adds it.
 
 from __future__ import annotations
 
+import functools
+import importlib
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +31,20 @@ from sagebwd.window import Window
 
 #: How many arguments :meth:`AttentionParams.flatten` gives.
 PARAMETERS = 7
+
+
+@functools.cache
+def kernel_set(kernels: str) -> ModuleType:
+    """The module of a kernel set, imported at its first use: none needs the others."""
+    package = _package_of(kernels)
+    return package if kernels == "reference" else importlib.import_module(".attention", package.__name__)
+
+
+@functools.cache
+def _package_of(kernels: str) -> ModuleType:
+    """The package of a kernel set. To import it needs neither Triton nor CUDA."""
+    name = "reference" if kernels == "reference" else f"kernels.{kernels}"
+    return importlib.import_module(f".{name}", __package__)
 
 
 class AttentionParams(NamedTuple):
@@ -56,6 +77,12 @@ class AttentionParams(NamedTuple):
     def documents(self) -> int:
         """Their number, 1 without packing."""
         return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+    @property
+    def packs_v(self) -> bool | None:
+        """Whether these kernels pack V, too, where they pack for the backward; None if they never pack."""
+        packs_v = getattr(_package_of(self.kernels), "packs_v", None)
+        return packs_v and packs_v(self)
 
     def flatten(self) -> tuple[Any, ...]:
         """As ``sagebwd::backward`` takes them, because operators take no objects.
@@ -90,12 +117,10 @@ class ForwardResult(NamedTuple):
     lse: (B, H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
         base e. −inf for a query that sees no key.
     k_mean: (B, H_kv, documents · D_PAD) fp32, the mean of K over the tokens of each document; no columns if K
-        is not smoothed. The backward subtracts what is here. D_PAD is D padded to a power of two from 32 on;
-        of the reference D.
+        is not smoothed. The backward subtracts what is here. D_PAD is D padded to a power of two from 32 on.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
     packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and k
-        for a dQ in 16 bit; (tiles, bytes) uint8. Empty unless CUDA kernels were asked to pack. See
-        ``packs_v`` in ops.py.
+        for a dQ in 16 bit; (tiles, bytes) uint8. Empty unless kernels that can pack were asked to.
     """
 
     out: Tensor

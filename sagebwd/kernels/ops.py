@@ -12,7 +12,6 @@ where nothing is traced. That saves a sixth of the host's time, which decides at
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -21,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd import reference
 from sagebwd._ops import add_op_namespace_prefix, ops
-from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, nothing_packed
+from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, kernel_set, nothing_packed
 from sagebwd.kernels.layout import block_count, empty_result, padded_head_dim, stand_in
 from sagebwd.kernels.lse import add_sinks, finish_gradients, log_of_base, natural_lse, with_sinks
 from sagebwd.kernels.on_import import when_imported
@@ -53,18 +51,17 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
     check_backward_mode(q, k, v)  # for those who call the operator itself
     params = _narrowed(q, k, arguments)
     with torch.cuda.device_of(q):  # which may not be the current one
-        return _kernel_set(params.kernels).forward(q, k, v, params)
+        return kernel_set(params.kernels).forward(q, k, v, params)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
     params = AttentionParams.unflatten(*arguments)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = torch.empty_like(q) if params.config.compensate_o else q.new_empty(0)
-    channels = k.shape[-1] if params.kernels == "reference" else padded_head_dim(k.shape[-1])
-    columns = params.documents * channels if params.config.smooths_k else 0
+    columns = params.documents * padded_head_dim(k.shape[-1]) if params.config.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
     packed = nothing_packed(q)
-    if params.pack_for_backward and params.kernels in ("hopper", "ampere"):
+    if params.pack_for_backward and params.packs_v is not None:
         packed = (q.new_empty(shape, dtype=torch.uint8) for shape in _packed_shapes(q, k, params))
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, *packed)
 
@@ -87,7 +84,7 @@ def _backward(
     """Return dq, dk, dv, laid out as q, k, v.
 
     ``packed_q`` can replace q, unless dK is in 16 bit; dq is then laid out as ``out``. ``packed_kv`` can
-    replace k, unless dQ is in 16 bit, and, where :func:`packs_v`, v; dk and dv are then laid out token by
+    replace k, unless dQ is in 16 bit, and, if it holds V, v; dk and dv are then laid out token by
     token. Raises ValueError if one is missing.
 
     The last of ``arguments`` may be ``grad_lse``, the gradient of ``lse``.
@@ -99,20 +96,20 @@ def _backward(
             "sagebwd::backward got no q; pass it: only CUDA kernels can do without, with the packed_q of "
             "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
         )
-    has_v = v is not None or (packed_kv.numel() and packs_v(params))
+    has_v = v is not None or (packed_kv.numel() and params.packs_v)
     has_k = k is not None or (packed_kv.numel() and params.config.is_int8("dq"))
     if not (has_k and has_v):
         raise ValueError(
             "sagebwd::backward got neither k and v nor what replaces them; pass k and v: only CUDA kernels "
             "can do without, with the packed_kv of sagebwd::forward(pack_for_backward=True), without k if dQ "
-            "is INT8, without v for packed documents on Hopper"
+            "is INT8, without v if packed_kv holds V"
         )
     q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
     params = _narrowed(q, k, arguments)
     saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
     with torch.cuda.device_of(q):
         grad_lse = _natural_gradient(grad_lse, params)
-        return _kernel_set(params.kernels).backward(grad_out, q, k, v, saved, params, grad_lse)
+        return kernel_set(params.kernels).backward(grad_out, q, k, v, saved, params, grad_lse)
 
 
 def _natural_gradient(grad_lse: Tensor | None, params: AttentionParams) -> Tensor | None:
@@ -148,12 +145,6 @@ def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionPara
     return params._replace(window=params.window.narrowed(q.shape[-2], k.shape[-2]))
 
 
-@functools.cache
-def _kernel_set(kernels: str) -> ModuleType:
-    """The module of a kernel set, imported at its first use: none needs the others."""
-    return reference if kernels == "reference" else _module(f"{kernels}.attention")
-
-
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f".{name}", __package__)
 
@@ -161,16 +152,11 @@ def _module(name: str) -> ModuleType:
 # --- What the backward needs -------------------------------------------------------------------------------
 
 
-def packs_v(params: AttentionParams) -> bool:
-    """Whether ``packed_kv`` holds V: only for packed documents on Hopper. Else kernels read V itself."""
-    return params.kernels == "hopper" and params.cu_seqlens is not None
-
-
 def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of ``packed_q`` and ``packed_kv``."""
     from sagebwd.kernels.cuda.packing import PackedLayout
 
-    layout = PackedLayout.of(params.config, k.shape[-1], packs_16bit=packs_v(params))
+    layout = PackedLayout.of(params.config, k.shape[-1], packs_16bit=params.packs_v)
     q_blocks, kv_blocks = (
         block_count(x.shape[-2], block, params.documents)
         for x, block in zip((q, k), layout.tile, strict=True)
@@ -189,14 +175,14 @@ def needed_by_backward(
     if result.packed_q.numel() and params.config.is_int8("dk"):
         q = None
     if result.packed_kv.numel():
-        k, v = None if params.config.is_int8("dq") else k, None if packs_v(params) else v
+        k, v = None if params.config.is_int8("dq") else k, None if params.packs_v else v
     return q, k, v
 
 
 def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """``ForwardResult.k_mean`` alone."""
     with torch.cuda.device_of(k):
-        return _kernel_set(params.kernels).token_mean(k, params)
+        return kernel_set(params.kernels).token_mean(k, params)
 
 
 # --- Autograd ----------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
+from sagebwd.kernels.layout import padded_head_dim
 from sagebwd.reference import documents
 from sagebwd.reference.algorithm import Output, SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
@@ -92,7 +94,8 @@ def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """The ``k_mean`` of :func:`forward`."""
     if not params.config.smooths_k:
         return no_mean(k)
-    return documents.token_means(k, params.kv_boundaries).flatten(-2)
+    means = documents.token_means(k, params.kv_boundaries)
+    return pad(means, (0, padded_head_dim(k.shape[-1]) - k.shape[-1])).flatten(-2)
 
 
 def backward(
@@ -106,7 +109,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv, laid out as q, k, v, from the results of :func:`forward`."""
     residual = saved.out_residual if params.config.compensate_o else None
-    k_mean = saved.k_mean.unflatten(-1, (params.documents, -1)) if params.config.smooths_k else None
+    k_mean = None
+    if params.config.smooths_k:
+        k_mean = saved.k_mean.unflatten(-1, (params.documents, -1))[..., : k.shape[-1]]
     output = Output(saved.out, saved.lse, residual, k_mean)
     packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
     with torch.autocast(q.device.type, enabled=False):

@@ -30,6 +30,7 @@ from sagebwd.kernels.cuda.backward import Backward, Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.scheduler import CAxes
+from sagebwd.kernels.hopper import packs_v
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
 from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
@@ -47,7 +48,7 @@ def packer(config: SageConfig, head_dim: int, has_documents: bool) -> packing.Pa
 
 
 def _packer_for(x: Tensor, params: AttentionParams) -> packing.Packer:
-    return packer(params.config, padded_head_dim(x.shape[3]), params.cu_seqlens is not None)
+    return packer(params.config, padded_head_dim(x.shape[3]), packs_v(params))
 
 
 def _has_tile_scales(config: SageConfig) -> bool:

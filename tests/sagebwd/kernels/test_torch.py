@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from sagebwd import SageConfig, sage_attention
+from sagebwd import SageConfig, interface, sage_attention
 from sagebwd.config import encode
 from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels import ops
@@ -144,8 +144,9 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     torch.library.opcheck(torch.ops.sagebwd.forward.default, (*leaves, *settings, packs))
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
-    packs_v = ops.packs_v(AttentionParams.unflatten(*settings))
-    inputs = (None, None, None if packs_v else v) if packs else (q, k, v)
+    inputs = q, k, v
+    if packs:
+        inputs = ops.needed_by_backward(*inputs, ForwardResult(*saved), AttentionParams.unflatten(*settings))
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
@@ -294,7 +295,7 @@ def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compile
 
 def test_a_selective_checkpoint_does_not_attend_again(sample, kernel_set, ways, monkeypatch):
     calls = []
-    module = ops._kernel_set(kernel_set.name)
+    module = interface.kernel_set(kernel_set.name)
     forward = module.forward
     monkeypatch.setattr(module, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings))
     inputs = sample(40)
