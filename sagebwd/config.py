@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 #: The seven matrix products of a forward and backward pass, in the order in which they run.
 #: ``s_fwd`` and ``s_bwd`` are S = QKᵀ, which the backward recomputes; ``o`` is O = PV, ``dv`` dV = PᵀdO,
@@ -19,19 +20,6 @@ P_MATMULS = ("o", "dv")
 
 #: The products that take K.
 K_MATMULS = ("s_fwd", "s_bwd", "dq")
-
-OPERAND_SCALES = ("block", "token")
-GRANULARITIES = ("block", "row")
-SWITCHES = (
-    "smooth_k",
-    "smooth_q",
-    "smooth_v",
-    "unsigned_p",
-    "add_mean_k_term",
-    "exact_delta",
-    "compensate_o",
-    "dp_fp16_accumulation",
-)
 
 #: Tensor cores contract in steps of at least 16, so tiles come in multiples of it.
 TILE_STEP = 16
@@ -64,7 +52,7 @@ class SageConfig:
 
     ``results/accuracy/causal_leak.json`` has their sizes.
 
-    ``add_mean_k_term``, ``exact_delta`` and ``s_levels=2`` exist in the reference only: on a GPU they raise.
+    A preset takes settings that replace its own: ``SageConfig.paper(smooth_k=False)``.
     :func:`sagebwd.explain` tells which kernels run a setting.
 
     Attributes:
@@ -91,17 +79,10 @@ class SageConfig:
             stays a plain INT8 product.
         int8_matmuls: which of :data:`MATMULS` run in INT8; the others round their operands to the dtype of
             the inputs and accumulate in fp32. Stored in the order of :data:`MATMULS`.
-        add_mean_k_term: add rowsum(dS)·μ_K to dQ, as SageAttention3 (arXiv 2505.11594) does. In exact
-            arithmetic rowsum(dS) = 0. With a quantized O it is an error, which the term multiplies by μ_K.
-            Reference only.
-        s_levels: 1: S from one INT8 product. 2: S from INT8 high and low halves of Q and K, which takes
-            three INT8 products and leaves almost no error in S (reference only).
-        exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, instead of
-            δ = rowsum(dO∘O). Computes S and dP once more. Reference only.
         compensate_o: divide O, which must be outside INT8, by the sum of P̃ as the product takes it, rounded,
             and save the residual of O, which is its error of rounding to the dtype of the inputs, for
-            δ = rowsum(dO∘O). Such a δ is as consistent with the P and dP of the backward as that of
-            ``exact_delta``, for one more tensor of the size of O. The logsumexp is that of the same sum.
+            δ = rowsum(dO∘O). Such a δ is nearly rowsum(P∘dP) of the backward's own P and dP, for one more
+            tensor of the size of O. The logsumexp is that of the same sum.
         dp_fp16_accumulation: dP = dO·Vᵀ with fp16 accumulators, for which the tensor cores of a GeForce have
             twice the rate. V and dO are rounded to fp16, with power-of-two scales, shared as
             ``operand_scales`` says, at which no sum can overflow. A sum is rounded after each 16 products.
@@ -122,25 +103,22 @@ class SageConfig:
     operand_scales: str = "block"
     granularity: str = "row"
     int8_matmuls: tuple[str, ...] = PAPER_INT8_MATMULS
-    add_mean_k_term: bool = False
-    s_levels: int = 1
-    exact_delta: bool = False
     compensate_o: bool = False
     dp_fp16_accumulation: bool = False
     block_q: int | None = None
     block_kv: int | None = None
 
     @classmethod
-    def paper(cls) -> SageConfig:
+    def paper(cls, **changes: Any) -> SageConfig:
         """The literal algorithm of the paper: one scale per tile everywhere in the backward.
 
         The paper does not give its tile. 128 × 64 is what SageAttention's public kernels use, and what the
         error of dK against that of dQ in its Table 1 (.0220 / .0184) points to.
         """
-        return cls(granularity="block", block_q=128, block_kv=64)
+        return cls(**{"granularity": "block", "block_q": 128, "block_kv": 64} | changes)
 
     @classmethod
-    def low_bias(cls) -> SageConfig:
+    def low_bias(cls, **changes: Any) -> SageConfig:
         """All six products in INT8, and nearly none of the bias that the default adds to gradients.
 
         The default's bias comes from O, whose rounding does not average out over tokens or batches. V is
@@ -148,10 +126,10 @@ class SageConfig:
         trained 35M models the bias falls from 4 to 5% of the gradient to less than 1%. Same tensor-core time
         as the default.
         """
-        return cls(smooth_v=True, unsigned_p=True)
+        return cls(**{"smooth_v": True, "unsigned_p": True} | changes)
 
     @classmethod
-    def strictly_causal(cls) -> SageConfig:
+    def strictly_causal(cls, **changes: Any) -> SageConfig:
         """Under ``is_causal``, out and dq of a token depend, bit for bit, on it and earlier tokens only.
 
         With a ``window_size`` they depend on the token and those that its window shows, only.
@@ -161,10 +139,10 @@ class SageConfig:
         channels of K have a strong mean. With a strong mean it is less accurate, most of all in dQ, because
         K is not smoothed.
         """
-        return cls(smooth_k=False, operand_scales="token", granularity="row")
+        return cls(**{"smooth_k": False, "operand_scales": "token"} | changes)
 
     @classmethod
-    def accurate(cls) -> SageConfig:
+    def accurate(cls, **changes: Any) -> SageConfig:
         """Small errors of dQ and dK with large logits, too: S and O in 16 bit; dV, dQ and dK in INT8.
 
         Most of the default's error in dQ and dK comes from S, through P, where logits are large, and from O,
@@ -176,17 +154,11 @@ class SageConfig:
         is worse where the channels of K have a strong mean. Costs 15 units of tensor-core time, compared with
         11 for the default and 18 for 16-bit attention.
         """
-        return cls(
-            smooth_k=False,
-            operand_scales="token",
-            granularity="row",
-            int8_matmuls=("dv", "dq", "dk"),
-            block_q=64,
-            block_kv=64,
-        )
+        own = {"int8_matmuls": ("dv", "dq", "dk"), "block_q": 64, "block_kv": 64}
+        return cls.strictly_causal(**own | changes)
 
     @classmethod
-    def consistent(cls) -> SageConfig:
+    def consistent(cls, **changes: Any) -> SageConfig:
         """16-bit P, and a δ consistent with the backward's P and dP: relative L2 errors of 1–2% in dQ and dK.
 
         When the rows of V are similar, dP is almost constant along a row and dS = P ∘ (dP − δ) is a small
@@ -197,17 +169,23 @@ class SageConfig:
         13 units of tensor-core time, compared with 11 for the default and 18 for 16-bit attention. P needs
         neither scales nor rounding to INT8, which on Hopper saves more time than the 16-bit products cost.
         """
-        return cls(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), compensate_o=True)
+        return cls(**{"int8_matmuls": ("s_fwd", "s_bwd", "dq", "dk"), "compensate_o": True} | changes)
 
     @classmethod
-    def int8_scores(cls) -> SageConfig:
+    def int8_scores(cls, **changes: Any) -> SageConfig:
         """S alone in INT8, forward and backward; all else as in :meth:`consistent`, in 16 bit.
 
         More accurate than :meth:`consistent`, because dS is not rounded to INT8. On Hopper one backward
         kernel computes it: 12 units of tensor-core time, compared with 14 for 16-bit attention. Elsewhere the
         Triton kernels run it in 15 units, compared with 11 for the default.
         """
-        return cls(int8_matmuls=("s_fwd", "s_bwd"), compensate_o=True)
+        return cls(**{"int8_matmuls": ("s_fwd", "s_bwd"), "compensate_o": True} | changes)
+
+    def __repr__(self) -> str:
+        """As code makes it, from the nearest preset: ``SageConfig.paper(smooth_k=False)``."""
+        preset, changes = nearest_preset(self)
+        made_by = "SageConfig" if preset == "default" else f"SageConfig.{preset}"
+        return f"{made_by}({', '.join(f'{name}={value!r}' for name, value in changes.items())})"
 
     def tile(self, head_dim: int) -> tuple[int, int]:
         """(queries, keys) of a tile: what is set, and 64 × 128, or 64 × 64 for heads larger than 128."""
@@ -227,19 +205,17 @@ class SageConfig:
         """Whether K is smoothed: if ``smooth_k`` asks for it, and a product takes K in INT8.
 
         In 16 bit, K − μ_K would be rounded, and K is not: with Gaussians of σ = 3 the error of O in fp16
-        would be four times that of torch's attention. ``add_mean_k_term`` needs the mean in any case.
+        would be four times that of torch's attention.
         """
-        return self.smooth_k and (self.add_mean_k_term or any(map(self.is_int8, K_MATMULS)))
+        return self.smooth_k and any(map(self.is_int8, K_MATMULS))
 
     def __post_init__(self) -> None:
         self._check_switches()
         self._normalise_int8_matmuls()
-        if self.operand_scales not in OPERAND_SCALES:
-            raise ValueError(f"operand_scales is {self.operand_scales!r}; set it to 'block' or 'token'")
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(f"granularity is {self.granularity!r}; set it to 'block' or 'row'")
+        for name, finer in (("operand_scales", "token"), ("granularity", "row")):
+            if (value := getattr(self, name)) not in ("block", finer):
+                raise ValueError(f"{name} is {value!r}; set it to 'block' or {finer!r}")
         self._check_tile()
-        self._check_levels()
         if self.smooth_v and not self.is_int8("o"):
             raise ValueError("smooth_v=True needs an INT8 O; add 'o' to int8_matmuls or set smooth_v=False")
         if self.unsigned_p and not any(map(self.is_int8, P_MATMULS)):
@@ -247,27 +223,22 @@ class SageConfig:
                 "unsigned_p=True needs an INT8 O or dV; add 'o' or 'dv' to int8_matmuls "
                 "or set unsigned_p=False"
             )
-        if self.compensate_o and (self.is_int8("o") or self.exact_delta):
+        if self.compensate_o and self.is_int8("o"):
             raise ValueError(
-                "compensate_o=True needs an O outside INT8 and δ = rowsum(dO∘O); remove 'o' from "
-                "int8_matmuls and set exact_delta=False, or set compensate_o=False"
+                "compensate_o=True needs an O outside INT8; remove 'o' from int8_matmuls "
+                "or set compensate_o=False"
             )
         if self.dp_fp16_accumulation and self.is_int8("dp"):
             raise ValueError(
                 "dp_fp16_accumulation=True needs a dP outside INT8; remove 'dp' from int8_matmuls "
                 "or set dp_fp16_accumulation=False"
             )
-        if self.add_mean_k_term and not self.smooth_k:
-            raise ValueError(
-                "add_mean_k_term=True needs the mean of K, which smooth_k=False does not compute; "
-                "set smooth_k=True or add_mean_k_term=False"
-            )
         # Written once: it would take a third of a short call.
         values = [f"'{field.name}': {getattr(self, field.name)!r}" for field in fields(self)]
         object.__setattr__(self, "_text", "{" + ", ".join(values) + "}")
 
     def _check_switches(self) -> None:
-        for name in SWITCHES:
+        for name in (field.name for field in fields(self) if isinstance(field.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; set it to true or false")
 
@@ -296,14 +267,6 @@ class SageConfig:
                     "or to None for the rule by head size"
                 )
 
-    def _check_levels(self) -> None:
-        if self.s_levels not in (1, 2):
-            raise ValueError(f"s_levels is {self.s_levels!r}; set it to 1 or 2")
-        if self.s_levels == 2 and not (self.is_int8("s_fwd") and self.is_int8("s_bwd")):
-            raise ValueError(
-                "s_levels=2 needs an INT8 S; add 's_fwd' and 's_bwd' to int8_matmuls or set s_levels=1"
-            )
-
 
 DEFAULT_CONFIG = SageConfig()
 
@@ -317,6 +280,17 @@ PRESETS: dict[str, SageConfig] = {
     "accurate": SageConfig.accurate(),
     "strictly_causal": SageConfig.strictly_causal(),
 }
+
+
+def nearest_preset(config: SageConfig, preferred: str = "default") -> tuple[str, dict[str, Any]]:
+    """The preset that differs least from ``config``, ``preferred`` of several, and what differs from it."""
+    settings = asdict(config)
+    changes = {
+        name: {key: value for key, value in settings.items() if value != getattr(preset, key)}
+        for name, preset in PRESETS.items()
+    }
+    nearest = min(PRESETS, key=lambda name: (len(changes[name]), name != preferred))
+    return nearest, changes[nearest]
 
 
 def encode(config: SageConfig) -> str:

@@ -109,7 +109,7 @@ class Explanation:
         for reason, names in groupby(self.reasons, self.reasons.get):
             lines.append(f"not {', '.join(names)}: {reason}")
         if self.faster_preset:
-            lines.append(f"faster here: {constructor_of(self.faster_preset)}")
+            lines.append(f"faster here: {PRESETS[self.faster_preset]}")
         if self.use_instead:
             lines.append(self.use_instead)
         return "\n".join(lines)
@@ -171,11 +171,6 @@ def faster_preset(call: Call, kernels: str) -> str | None:
         return None
     others = ("consistent", "default")
     return next((x for x in others if passed_over(call._replace(config=PRESETS[x]))[0] != "triton"), None)
-
-
-def constructor_of(preset: str) -> str:
-    """How code makes it: SageConfig.paper()."""
-    return "SageConfig()" if preset == "default" else f"SageConfig.{preset}()"
 
 
 def choose(
@@ -257,7 +252,7 @@ def _fastest(call: Call) -> str:
         if all(rule.warns for rule in against) and not not_chosen(name, call):
             what = f"sage_attention runs the {chosen} kernels, slower than the {name} kernels on this GPU"
             preset = faster_preset(call, chosen)
-            instead = f"; {constructor_of(preset)} runs CUDA kernels" if preset else ""
+            instead = f"; {PRESETS[preset]} runs CUDA kernels" if preset else ""
             _warn_once(f"{what}: {describe(against)}{instead}")
             break
     if instead := use_instead(call.gpu):

@@ -318,7 +318,6 @@ def _has_cuda_compiler(call: Call) -> Rule:
 
 
 def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:
-    config = call.config
     dtype = str(call.dtype).removeprefix("torch.")
     yield Rule(
         call.dtype in (torch.float16, torch.bfloat16),
@@ -332,7 +331,3 @@ def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:
         f"use a multiple of 8 up to {LARGEST_HEAD_DIM}",
         ValueError,
     )
-    for name, value in (("exact_delta", False), ("add_mean_k_term", False), ("s_levels", 1)):
-        found = getattr(config, name)
-        instead = "compensate_o=True" if name == "exact_delta" else f"{name}={value}"
-        yield Rule(found == value, f"{name}={found} has no kernel", f"use {instead}")

@@ -42,7 +42,7 @@ def check_config(config: SageConfig) -> None:
         name = getattr(config, "__qualname__", type(config).__name__)
         raise ValueError(f"config is {name}; call it: {name}()")
     is_preset = isinstance(config, str) and config in PRESETS
-    wanted = f"SageConfig.{config}()" if is_preset else "a sagebwd.SageConfig"
+    wanted = PRESETS[config] if is_preset else "a sagebwd.SageConfig"
     raise ValueError(f"config is a {type(config).__name__}; pass {wanted}")
 
 

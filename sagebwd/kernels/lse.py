@@ -31,8 +31,6 @@ def natural_lse(q: Tensor, lse: Tensor, k_mean: Tensor, params: AttentionParams)
         q: (B, H, N_q, D).
         lse, k_mean: of :class:`~sagebwd.interface.ForwardResult`.
     """
-    if params.config.add_mean_k_term:  # dQ has the term of μ already
-        q = q.detach()
     return _shifted(q, lse, k_mean, params, log_of_base(params), params.scale)
 
 
@@ -98,7 +96,7 @@ def finish_gradients(
         saved: what the operator got: of :func:`add_sinks`, if there are sinks.
         lse, sinks: what :func:`add_sinks` returned and took, None without sinks.
     """
-    lacks_term = dq is not None and saved.k_mean.shape[-1] > 0 and not params.config.add_mean_k_term
+    lacks_term = dq is not None and saved.k_mean.shape[-1] > 0
     if sinks is None and not lacks_term:
         return dq, None
     if (kernels := _kernels(saved.lse, params)) is not None:

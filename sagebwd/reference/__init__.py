@@ -15,7 +15,7 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
 from sagebwd.kernels.layout import padded_head_dim
 from sagebwd.reference import documents
-from sagebwd.reference.algorithm import Output, SoftmaxGradientTiles
+from sagebwd.reference.algorithm import Output, ReferenceConfig, SoftmaxGradientTiles
 from sagebwd.reference.documents import Document
 from sagebwd.reference.exact import AttentionResult, exact_attention
 from sagebwd.validation import check_arguments, check_documents, check_grad_out
@@ -38,6 +38,9 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
+    s_levels: int = 1,
+    exact_delta: bool = False,
+    add_mean_k_term: bool = False,
 ) -> AttentionResult:
     """Forward and, with ``grad_out``, backward, with every intermediate: for tests and measurements.
 
@@ -50,6 +53,12 @@ def attention(
         is_causal, scale, enable_gqa: as in torch's ``scaled_dot_product_attention``.
         window_size, cu_seqlens, cu_seqlens_kv: as of :func:`sagebwd.sage_attention`.
         config: what is quantized, and how.
+        s_levels: 1: S from one INT8 product. 2: S from INT8 high and low halves of Q and K, which takes
+            three INT8 products and leaves almost no error in S.
+        exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, instead of
+            δ = rowsum(dO∘O). Computes S and dP once more.
+        add_mean_k_term: add rowsum(dS)·μ_K to dQ, as SageAttention3 (arXiv 2505.11594) does. In exact
+            arithmetic rowsum(dS) = 0. With a quantized O it is an error, which the term multiplies by μ_K.
 
     Returns:
         Everything that was computed. p, dp and ds are those of the backward before they are quantized for
@@ -63,6 +72,8 @@ def attention(
         sizes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"got {sizes}; pass (B, H, N, D) with one head size for all, and no size of zero")
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
+    switches = {"s_levels": s_levels, "exact_delta": exact_delta, "add_mean_k_term": add_mean_k_term}
+    config = ReferenceConfig.of(config, **switches)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     window = Window.of(is_causal, window_size)
     params = AttentionParams(window, scale, config, "reference", cu_seqlens, cu_seqlens_kv)
@@ -84,6 +95,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
     Reads ``cu_seqlens``, which waits for the device. Raises ValueError for boundaries out of order or range.
     """
     packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
+    params = params._replace(config=ReferenceConfig.of(params.config))
     with torch.autocast(q.device.type, enabled=False):
         out, lse, residual, _ = documents.forward(q, k, v, packed, params)
     residual = q.new_empty(0) if residual is None else residual
@@ -114,6 +126,7 @@ def backward(
         k_mean = saved.k_mean.unflatten(-1, (params.documents, -1))[..., : k.shape[-1]]
     output = Output(saved.out, saved.lse, residual, k_mean)
     packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
+    params = params._replace(config=ReferenceConfig.of(params.config))
     with torch.autocast(q.device.type, enabled=False):
         return documents.backward(grad_out, q, k, v, output, packed, params, grad_lse)
 

@@ -11,7 +11,8 @@ lse and delta (B, H, N_q).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,33 @@ from sagebwd.reference.quantization import (
     to_fp16,
 )
 from sagebwd.reference.scores import ScoreTiles, subtract_token_mean
+
+
+@dataclass(frozen=True)
+class ReferenceConfig(SageConfig):
+    """With what only the reference has, for studies of error: see :func:`sagebwd.reference.attention`."""
+
+    s_levels: int = 1
+    exact_delta: bool = False
+    add_mean_k_term: bool = False
+
+    @classmethod
+    def of(cls, config: SageConfig, **switches: Any) -> ReferenceConfig:
+        """``config`` and the switches. Raises ValueError where they contradict each other."""
+        return cls(**asdict(config), **switches)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.s_levels not in (1, 2):
+            raise ValueError(f"s_levels is {self.s_levels!r}; set it to 1 or 2")
+        if self.s_levels == 2 and not (self.is_int8("s_fwd") and self.is_int8("s_bwd")):
+            raise ValueError(
+                "s_levels=2 needs an INT8 S; add 's_fwd' and 's_bwd' to int8_matmuls or set s_levels=1"
+            )
+        if self.exact_delta and self.compensate_o:
+            raise ValueError("exact_delta=True makes its own δ; set compensate_o=False or exact_delta=False")
+        if self.add_mean_k_term and not self.smooths_k:
+            raise ValueError("add_mean_k_term=True needs a smoothed K; set smooth_k=True, with K in INT8")
 
 
 class Output(NamedTuple):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from sagebwd import SageConfig
-from sagebwd.config import MATMULS, PRESETS
+from sagebwd.config import MATMULS, PRESETS, nearest_preset
 
 FULL_PRECISION, SAGE = "full precision", "SageBwd"
 #: Ending of the names of runs without QK-norm.
@@ -16,7 +16,7 @@ NO_QK_NORM = ", no QK-norm"
 SECOND_KERNELS = {"flash": "FlashAttention-2", "math": "plain PyTorch", "fa4": "FlashAttention-4"}
 
 #: Presets that have a name of their own, as tables write it; the default is "SageBwd" alone.
-NAMED_PRESETS = {name.replace("_", " "): config for name, config in PRESETS.items() if name != "default"}
+NAMED_PRESETS = {name.replace("_", " ") for name in PRESETS if name != "default"}
 SWITCHES = {field.name for field in fields(SageConfig)}
 #: Settings that say how, not what, an attention computes.
 OF_NO_VARIANT = {"backend", "kernels", "sdpa", "preset"}
@@ -56,31 +56,23 @@ def is_null(variant: str) -> bool:
 def sage_config(attention: dict[str, Any]) -> SageConfig:
     """What the settings of a run's attention amount to. None, or none given: the preset's value."""
     given = {name: value for name, value in attention.items() if name in SWITCHES and value is not None}
-    return replace(NAMED_PRESETS.get(preset_of(attention), SageConfig()), **given)
+    return replace(PRESETS[preset_of(attention)], **given)
 
 
 def preset_of(attention: dict[str, Any]) -> str:
-    """The preset that a run's attention names, as NAMED_PRESETS spells it; "default" if none."""
-    return (attention.get("preset") or "default").replace("_", " ")
+    """The preset that a run's attention names; "default" if none."""
+    return attention.get("preset") or "default"
 
 
 def settings_in_words(config: SageConfig, preset: str = "default") -> list[str]:
     """SAGE, the preset that it equals or is nearest to (`preset` of several), and what differs from it."""
-    found = asdict(config)
-    near = {name: changed(found, known) for name, known in {"default": SageConfig(), **NAMED_PRESETS}.items()}
-    nearest = min(near, key=lambda name: (len(near[name]), name != preset))
-    words = [nearest] if nearest in NAMED_PRESETS else []
-    if {"smooth_k", "smooth_q"} & {*near[nearest]}:
+    nearest, changes = nearest_preset(config, preset)
+    words = [] if nearest == "default" else [nearest.replace("_", " ")]
+    if {"smooth_k", "smooth_q"} & {*changes}:
         smoothed = [name for name, on in (("Q", config.smooth_q), ("K", config.smooth_k)) if on]
         words.append(f"{'+'.join(smoothed) or 'no'} smoothing")
-    others = [name for name in near[nearest] if name not in ("smooth_k", "smooth_q")]
-    return [SAGE, *words, *(setting_in_words(name, found[name]) for name in others)]
-
-
-def changed(settings: dict[str, Any], preset: SageConfig) -> list[str]:
-    """The switches that are not the preset's."""
-    before = asdict(preset)
-    return [name for name in settings if settings[name] != before[name]]
+    others = {name: value for name, value in changes.items() if name not in ("smooth_k", "smooth_q")}
+    return [SAGE, *words, *(setting_in_words(name, value) for name, value in others.items())]
 
 
 def setting_in_words(name: str, value: Any) -> str:

@@ -249,7 +249,7 @@ def config_of(attention: dict) -> SageConfig:
 
 def test_every_setting_of_the_library_can_be_set():
     for field in fields(SageConfig):
-        changed = {"smooth_k": False, "s_levels": 2, "block_q": 32, "block_kv": 32}
+        changed = {"smooth_k": False, "block_q": 32, "block_kv": 32}
         changed |= {"operand_scales": "token", "granularity": "block", "int8_matmuls": []}
         value = changed.get(field.name, True)
         needed = {"int8_matmuls": ["s_fwd"]} if field.name == "compensate_o" else {}

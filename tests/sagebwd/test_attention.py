@@ -58,7 +58,7 @@ def test_arguments_have_the_names_of_torch(draw):
 
 def test_config_reaches_forward_and_backward(draw):
     inputs = draw(100)
-    for config in (SageConfig.paper(), SageConfig(smooth_q=True, exact_delta=True)):
+    for config in (SageConfig.paper(), SageConfig(smooth_q=True, unsigned_p=True)):
         result = attention(*inputs, config=config)
         found = gradients(sage_attention, *inputs, config=config)
         for x, name in zip(found, ("out", "dq", "dk", "dv"), strict=True):

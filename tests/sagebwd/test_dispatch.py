@@ -48,7 +48,6 @@ OTHER_SETTINGS = {
     "smooth_q": [(True, "triton")],
     "smooth_v": [(True, "hopper")],
     "unsigned_p": [(True, "hopper")],
-    "exact_delta": [(True, "none")],
     "operand_scales": [("token", "hopper")],
     "granularity": [("block", "triton")],
     "int8_matmuls": [
@@ -66,8 +65,6 @@ OTHER_SETTINGS = {
     ],
     "dp_fp16_accumulation": [(True, "ampere")],
     "compensate_o": [],  # needs an O in 16 bit, see below
-    "add_mean_k_term": [(True, "none")],
-    "s_levels": [(2, "none")],
     "block_q": [(64, "hopper"), (32, "triton"), (128, "triton"), (16, "none")],
     "block_kv": [(128, "hopper"), (64, "ampere"), (32, "triton"), (256, "none")],
 }
@@ -437,10 +434,6 @@ def test_what_no_kernels_run_names_the_fix(choose):
         ValueError, match="q, k, v are float32; cast them to bfloat16 or float16, or pass ker"
     ):
         choose(dtype=torch.float32)
-    with pytest.raises(
-        NotImplementedError, match="exact_delta=True has no kernel; use compensate_o=True, or"
-    ):
-        choose(config=SageConfig(exact_delta=True))
     with pytest.raises(ValueError, match=r"scale is -1\.0; pass one that is not negative"):
         choose(scale=-1.0)
     for gpu in (GPU("Some GPU", (7, 5)), GPU("Some GPU", (9, 4), is_amd=True)):

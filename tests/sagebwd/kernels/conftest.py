@@ -356,7 +356,7 @@ def change_by_delta(
         inputs: q, k, v and grad_out with as many heads of each.
         wanted: what float64 gives, with the matrix P.
     """
-    if config.exact_delta or config.compensate_o:
+    if config.compensate_o:
         return {}
     q, k, _, grad_out = (x.double() for x in inputs)
     ds = wanted["p"] * -(grad_out * out.double()).sum(-1, keepdim=True) * q.shape[-1] ** -0.5
@@ -372,7 +372,7 @@ def rounded_anew(
     In the reference alone, one element of O that fp16 rounds to the other side takes the error of dK from
     2.8e-4 to 3.7e-4 where one channel is 20 times as large as the others.
     """
-    if config.exact_delta or config.compensate_o:
+    if config.compensate_o:
         return {}
     q, k, _, _ = (x.double() for x in inputs)
     k = k - k.mean(-2, keepdim=True) if config.smooth_k else k

@@ -74,13 +74,8 @@ def test_one_hidden_tensor_leaves_no_trace(draw, name):
             assert torch.equal(x, y), (later, found)
 
 
-@pytest.mark.parametrize(
-    "switches",
-    [{"s_levels": 2}, {"exact_delta": True}, {"int8_matmuls": MATMULS}, {"s_levels": 2, "exact_delta": True}],
-    ids=str,
-)
-def test_switches_that_keep_it(draw, switches):
-    assert not leaks(draw(150, batch=1), 75, replace(STRICT, **switches))
+def test_an_int8_dp_keeps_it(draw):
+    assert not leaks(draw(150, batch=1), 75, replace(STRICT, int8_matmuls=MATMULS))
 
 
 @pytest.mark.parametrize("matmul", MATMULS)

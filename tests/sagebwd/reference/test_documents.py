@@ -13,7 +13,7 @@ CONFIGS = {
     "default": SageConfig(),
     "paper": SageConfig.paper(),
     "strictly causal": SageConfig.strictly_causal(),
-    "all switches": SageConfig(smooth_q=True, exact_delta=True, s_levels=2, add_mean_k_term=True),
+    "smooth_q": SageConfig(smooth_q=True),
     "smooth_v": SageConfig(smooth_v=True),
     "unsigned_p": SageConfig(unsigned_p=True),
     "no INT8": SageConfig(int8_matmuls=(), smooth_k=False),

@@ -4,24 +4,24 @@ import pytest
 import torch
 
 from sagebwd import SageConfig
-from sagebwd.config import MATMULS
+from sagebwd.config import DEFAULT_CONFIG, MATMULS
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import attention
 
 NAMES = ("out", "dq", "dk", "dv")
-SWITCHES = [
+CONFIGS = [
     {},
     {"smooth_k": False},
     {"smooth_q": True},
     {"smooth_v": True},
     {"unsigned_p": True},
-    {"add_mean_k_term": True},
-    {"exact_delta": True},
-    {"s_levels": 2},
     {"operand_scales": "token"},
-    {"operand_scales": "token", "s_levels": 2, "smooth_q": True},
-    {"int8_matmuls": MATMULS},
-    *({"int8_matmuls": (name,)} for name in MATMULS),
+    *({"int8_matmuls": matmuls} for matmuls in (MATMULS, *((name,) for name in MATMULS))),
+]
+CASES = [
+    *({"config": SageConfig(**settings)} for settings in CONFIGS),
+    *({name: value} for name, value in (("add_mean_k_term", True), ("exact_delta", True), ("s_levels", 2))),
+    {"s_levels": 2, "config": SageConfig(operand_scales="token", smooth_q=True)},
 ]
 
 
@@ -29,20 +29,20 @@ SWITCHES = [
 def errors(exact):
     """Relative L2 of out, dq, dk, dv (in this order) against float64 attention."""
 
-    def errors(inputs, config, **settings):
-        wanted = exact(*inputs, **settings)
-        result = attention(*inputs, config=config, **settings)
+    def errors(inputs, config=DEFAULT_CONFIG, *, is_causal=False, **switches):
+        wanted = exact(*inputs, is_causal=is_causal)
+        result = attention(*inputs, config=config, is_causal=is_causal, **switches)
         return [relative_l2(getattr(result, name), wanted[name]) for name in NAMES]
 
     return errors
 
 
-@pytest.mark.parametrize("switches", SWITCHES, ids=str)
+@pytest.mark.parametrize("switches", CASES, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("n_q", "n_kv"), [(150, 150), (70, 131), (131, 70)])
 def test_close_to_attention_under_every_switch(draw, errors, switches, is_causal, n_q, n_kv):
     inputs = draw(n_q, n_kv, head_dim=40)
-    assert max(errors(inputs, SageConfig(**switches), is_causal=is_causal)) < 0.026
+    assert max(errors(inputs, is_causal=is_causal, **switches)) < 0.026
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -161,7 +161,7 @@ def test_the_mean_k_term_adds_error_when_k_has_a_mean(draw, errors):
     q, k, v, grad_out = draw(256, head_dim=64, batch=1)
     k = k + 10 * torch.randn(1, 2, 1, 64, generator=torch.Generator().manual_seed(1))
     dropped = errors([q, k, v, grad_out], SageConfig())
-    added = errors([q, k, v, grad_out], SageConfig(add_mean_k_term=True))
+    added = errors([q, k, v, grad_out], add_mean_k_term=True)
     assert added[1] > 3 * dropped[1]
     assert added[2:] == dropped[2:]
 
@@ -177,12 +177,12 @@ def test_q_smoothing_takes_a_query_bias_away(draw, errors):
 def test_exact_delta_makes_rows_of_ds_sum_to_zero(draw):
     inputs = draw(200, head_dim=64)
 
-    def largest_row_sum(config):
-        ds = attention(*inputs, is_causal=True, config=config).ds.double()
+    def largest_row_sum(**switches):
+        ds = attention(*inputs, is_causal=True, **switches).ds.double()
         return (ds.sum(-1).abs() / ds.abs().sum(-1).amax(-1, keepdim=True)).max().item()
 
-    assert largest_row_sum(SageConfig(exact_delta=True)) < 2e-6
-    assert largest_row_sum(SageConfig()) > 1e-3
+    assert largest_row_sum(exact_delta=True) < 2e-6
+    assert largest_row_sum() > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -192,20 +192,19 @@ def test_compensation_gives_the_delta_of_the_backwards_own_p_and_dp(draw, dtype,
     q, k, v, grad_out = draw(200, head_dim=64)
     inputs = [x.to(dtype) for x in (q, k, 0.005 * v + 1, grad_out)]
 
-    def row_sums(**settings):
-        config = SageConfig(int8_matmuls=("s_fwd", "s_bwd", "dq", "dk"), **settings)
-        ds = attention(*inputs, is_causal=is_causal, config=config).ds.double()
+    def row_sums(compensate_o, **switches):
+        config = SageConfig.consistent(compensate_o=compensate_o)
+        ds = attention(*inputs, is_causal=is_causal, config=config, **switches).ds.double()
         return (ds.sum(-1).norm() / ds.norm()).item()
 
-    plain, compensated, exact = (row_sums(**x) for x in ({}, {"compensate_o": True}, {"exact_delta": True}))
-    assert plain > 0.2
-    assert compensated < 0.005
-    assert exact < 0.001
+    assert row_sums(False) > 0.2
+    assert row_sums(True) < 0.005
+    assert row_sums(False, exact_delta=True) < 0.001
 
 
 def test_two_levels_and_exact_delta_end_the_growth_with_the_logits(draw, errors):
     inputs = draw(512, head_dim=64, batch=1, sigma=8.0)
-    assert max(errors(inputs, SageConfig(s_levels=2, exact_delta=True), is_causal=True)) < 0.015
+    assert max(errors(inputs, is_causal=True, s_levels=2, exact_delta=True)) < 0.015
     assert errors(inputs, SageConfig(), is_causal=True)[1] > 0.3
 
 
@@ -233,9 +232,24 @@ def test_the_consistent_preset_has_the_same_error_whatever_values_have_in_common
 def test_p_of_the_backward_is_normalised(draw):
     inputs = draw(150, head_dim=64)
     for levels in (1, 2):
-        p = attention(*inputs, is_causal=True, config=SageConfig(s_levels=levels)).p
+        p = attention(*inputs, is_causal=True, s_levels=levels).p
         torch.testing.assert_close(p.sum(-1), torch.ones(p.shape[:-1]), rtol=0, atol=2e-6)
         assert not p.triu(1).any()
+
+
+@pytest.mark.parametrize(
+    ("config", "switches", "message"),
+    [
+        ({}, {"s_levels": 3}, "s_levels is 3; set it to 1 or 2"),
+        ({"int8_matmuls": ("s_fwd",)}, {"s_levels": 2}, "add 's_fwd' and 's_bwd' to int8_matmuls"),
+        ({"int8_matmuls": (), "compensate_o": True}, {"exact_delta": True}, "set compensate_o=False"),
+        ({}, {"exact_delta": None}, "exact_delta is None; set it to true or false"),
+        ({"smooth_k": False}, {"add_mean_k_term": True}, "set smooth_k=True"),
+    ],
+)
+def test_refuses_switches_that_contradict_the_settings(draw, config, switches, message):
+    with pytest.raises(ValueError, match=message):
+        attention(*draw(20), config=SageConfig(**config), **switches)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

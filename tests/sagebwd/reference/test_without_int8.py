@@ -12,12 +12,9 @@ SWITCHES = [
     {},
     {"smooth_k": False},
     {"smooth_q": True},
-    {"add_mean_k_term": True},
-    {"exact_delta": True},
     {"compensate_o": True},
     {"granularity": "block"},
     {"operand_scales": "token"},
-    {"smooth_q": True, "add_mean_k_term": True, "exact_delta": True},
 ]
 
 

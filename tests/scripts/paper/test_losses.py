@@ -182,7 +182,7 @@ def test_a_branch_has_an_interval_of_its_own_over_starting_models(make_run):
     The starting models' runs have other names, as they have other seeds; the step is one.
     """
     variants = {"full precision, FlashAttention-2": FLASH, "SageBwd": SAGE}
-    variants["SageBwd, exact_delta=true"] = (*SAGE, "attention.exact_delta=true")
+    variants["SageBwd, unsigned_p=true"] = (*SAGE, "attention.unsigned_p=true")
     gaps = {1: (0.02, 0.1, 1.0), 2: (0.02, 0.3, 9.0), 3: (0.02, 0.2, 4.0)}
     runs = [
         read_run(

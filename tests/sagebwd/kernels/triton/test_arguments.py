@@ -30,29 +30,17 @@ def tensor(device):
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "message"),
+    ("config", "message"),
     [
-        ({"block_q": 16}, ValueError, "block_q is 16; use one of 32, 64, 128, or"),
-        ({"block_kv": 256}, ValueError, "block_kv is 256; use one of 32, 64, 128, or"),
-        ({"s_levels": 2}, NotImplementedError, "s_levels=2 has no kernel; use s_levels=1, or"),
-        (
-            {"exact_delta": True},
-            NotImplementedError,
-            "exact_delta=True has no kernel; use compensate_o=True, or",
-        ),
-        (
-            {"add_mean_k_term": True},
-            NotImplementedError,
-            "add_mean_k_term=True has no kernel; use add_mean_k_term=False, or",
-        ),
+        ({"block_q": 16}, "block_q is 16; use one of 32, 64, 128, or"),
+        ({"block_kv": 256}, "block_kv is 256; use one of 32, 64, 128, or"),
     ],
 )
-def test_refuses_configs_that_the_reference_takes(tensor, config, error, message):
+def test_refuses_configs_that_the_reference_takes(tensor, config, message):
     config = SageConfig(**config)
     q = tensor()
-    with pytest.raises(error) as caught:
+    with pytest.raises(ValueError, match=f"^{message} {REFERENCE}$"):
         sage_attention(q, config=config)
-    assert str(caught.value) == f"{message} {REFERENCE}"
     assert sage_attention(q, config=config, kernels="reference").shape == q.shape
 
 
