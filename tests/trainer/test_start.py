@@ -228,7 +228,7 @@ def test_links_in_the_run_of_a_stranger_lead_nowhere(train, trunk, tmp_path, nam
 
 def test_a_pipe_a_checkpoint_and_checkpoints_that_are_links_are_refused(trunk, tmp_path):
     run = shutil.copytree(trunk, tmp_path / "run")
-    os.mkfifo(run / "log.txt")  # to open it would wait for ever
+    os.mkfifo(run / "log.txt")  # to open it blocks
     with pytest.raises(ValueError, match=r"log\.txt is a link or a pipe"):
         RunDirectory(run).records()
     (run / "log.txt").unlink()
