@@ -24,7 +24,7 @@ from sagebwd import dispatch, usage
 from sagebwd.config import PRESETS, SageConfig
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
-from sagebwd.metrics import relative_l2
+from sagebwd.metrics import relative_l2, small_rows_left
 from sagebwd.reference.exact import ExactRows, exact_attention
 
 #: 16-bit attention, which INT8 is compared with: all products in the dtype of the inputs.
@@ -52,12 +52,15 @@ class LayerDiagnosis:
         largest_logit: of |scale · q·k| where the mask shows the key.
         errors: by preset and by tensor ("o", "dq", "dk", "dv"), the relative L2 error to exact attention of
             the same q, k, v and dO. Gradients are missing where none reaches the layer.
+        small_rows: by preset, what small rows of dQ and dK keep (:func:`sagebwd.metrics.small_rows_left`,
+            the least of all calls); 1 where no gradient reaches the layer.
     """
 
     name: str
     calls: int
     largest_logit: float
     errors: dict[str, dict[str, float]]
+    small_rows: dict[str, float]
 
     def gradient_error(self, preset: str) -> float:
         """The largest error of dQ, dK and dV; 0 without gradients."""
@@ -99,13 +102,17 @@ class Diagnosis:
         presets = [*self.cosines]
         lines = [("layer", "calls", "largest logit", FULL_PRECISION, *presets)]
         for x in self.layers:
-            errors = [f"{x.errors[p]['o']:.3f}/{x.gradient_error(p):.3f}" for p in (FULL_PRECISION, *presets)]
+            errors = [
+                f"{x.errors[p]['o']:.3f}/{x.gradient_error(p):.3f}/{x.small_rows[p]:.3f}"
+                for p in (FULL_PRECISION, *presets)
+            ]
             lines.append((x.name, str(x.calls), f"{x.largest_logit:.4g}", *errors))
         lines.append(("all weights", "", "", "", *(f"{self.cosines[p]:.5f}" for p in presets)))
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             [
-                "relative L2 error of out / of gradients (largest of dQ, dK, dV); of all weights the cosine",
+                "relative L2 error of out / of gradients (largest of dQ, dK, dV) / what small rows of dQ and "
+                "dK keep; of all weights the cosine",
                 *("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines),
                 f"{self.int8_share:.0%} of attention calls in INT8",
                 *(f"in full precision: {x.name}, {x.calls} calls: {x.reason}" for x in self.full_precision),
@@ -235,7 +242,7 @@ class _Observer:
         self.calls = 0
         self.is_hopper = False
         self.unavailable: dict[str, str] = {}
-        self._found: dict[str, list[tuple[float, dict[str, dict[str, float]]]]] = {}
+        self._found: dict[str, list[tuple[float, dict[str, dict[str, float]], dict[str, float]]]] = {}
 
     def start(self, preset: str, *, measures: bool = False) -> None:
         """From now on compute with ``preset``; with ``measures`` also with all others, for their errors."""
@@ -246,9 +253,10 @@ class _Observer:
         layers = []
         order = [*self._names.values(), OUTSIDE]
         for name, calls in sorted(self._found.items(), key=lambda item: order.index(item[0])):
-            presets = calls[0][1]
-            errors = {p: {x: max(its[p][x] for _, its in calls) for x in presets[p]} for p in presets}
-            layers.append(LayerDiagnosis(name, len(calls), max(logit for logit, _ in calls), errors))
+            logits, errors, left = zip(*calls, strict=True)
+            most = {p: {x: max(own[p][x] for own in errors) for x in found} for p, found in errors[0].items()}
+            least = {p: min(own[p] for own in left) for p in left[0]}
+            layers.append(LayerDiagnosis(name, len(calls), max(logits), most, least))
         return tuple(layers)
 
     def __enter__(self) -> None:
@@ -305,6 +313,7 @@ class _Observer:
         )  # fmt: skip
         truth = (exact.out,) if grad_out is None else (exact.out, exact.dq, exact.dk, exact.dv)
         errors: dict[str, dict[str, float]] = {}
+        left: dict[str, float] = {}
         for preset, config in CONFIGS.items():
             own = self._with(config, q, params)
             if own.kernels == "none":
@@ -314,7 +323,10 @@ class _Observer:
             attend = functools.partial(self._attend, params=own, with_lse=False, sinks=sinks)
             found = _results(attend, [q, k, v], grad_out)
             errors[preset] = dict(zip(TENSORS, map(_error, found, truth), strict=False))
-        self._found.setdefault(name, []).append((largest.item(), errors))
+            left[preset] = min(
+                (_small_rows(*pair) for pair in zip(found[1:3], truth[1:3], strict=True)), default=1.0
+            )
+        self._found.setdefault(name, []).append((largest.item(), errors, left))
 
 
 def _results(
@@ -333,3 +345,9 @@ def _error(found: Tensor, truth: Tensor) -> float:
     """Relative L2; of a NaN infinite, so that the largest of several is found."""
     error = relative_l2(found, truth)
     return math.inf if math.isnan(error) else error
+
+
+def _small_rows(found: Tensor, truth: Tensor) -> float:
+    """Of a NaN 0, so that the least of several is found."""
+    left = small_rows_left(found, truth)
+    return 0.0 if math.isnan(left) else left

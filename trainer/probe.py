@@ -24,7 +24,7 @@ from torch.linalg import vector_norm
 from model import backends
 from model.backends import FULL_PRECISION, AttentionFn, Backend
 from model.llama import Llama
-from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.metrics import cosine_similarity, relative_l2, small_rows_left
 from sagebwd.reference import exact_attention
 from sagebwd.reference.exact import ExactRows
 from trainer import build
@@ -107,9 +107,10 @@ class Probe:
         sequences, because sharded parameters need all ranks for the pass through the model.
 
         Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of the
-        attention measured; `fpa_…_l2`, the same of 16-bit attention, where it runs; the RMS of the exact P,
-        dP and dS; `largest_logit`; with QK-norm `q_gain` and `k_gain`. Gradients are of each sequence's own
-        mean loss, in nats per token.
+        attention measured; of dq and dk what small rows keep (`_small_rows`, see sagebwd.metrics);
+        `fpa_…_l2`, the error of 16-bit attention, where it runs; the RMS of the exact P, dP and dS;
+        `largest_logit`; with QK-norm `q_gain` and `k_gain`. Gradients are of each sequence's own mean loss,
+        in nats per token.
         """
         began = time.perf_counter()
         captured = capture(self.llama, self.layers, inputs, targets, cu_seqlens, autocast=autocast)
@@ -253,7 +254,7 @@ def exact_layer(captured: Captured) -> Exact:
 
 
 def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, float]:
-    """Cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of `attend`."""
+    """Of o, dq, dk and dv of `attend`: `_cos` and `_l2`, and of dq and dk `_small_rows`."""
     q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     out = attend(*leaves, is_causal=True, enable_gqa=q.shape[1] != k.shape[1], **captured.documents)
@@ -262,6 +263,8 @@ def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, f
     for name, tensor in zip(TENSORS, found, strict=True):
         values[f"{name}_cos"] = cosine_similarity(tensor, getattr(exact, name))
         values[f"{name}_l2"] = relative_l2(tensor, getattr(exact, name))
+        if name in ("dq", "dk"):
+            values[f"{name}_small_rows"] = small_rows_left(tensor, getattr(exact, name))
     return values
 
 

@@ -62,13 +62,25 @@ WORDS = {
 }
 
 LAST = slice(916, 1017)  # steps of the ablation: the last tenth
-#: Of ablation.json: arm, its words, and its look.
+#: Of ablation.json: arm and its words.
 ARMS = {
-    "sagebwd-paper": ("`paper()`", ATTENTION["sagebwd_paper"]),
-    "p_per_row": ("P with a scale per row", CYCLE[3]),
-    "dv_16_bit": ("dV in 16 bit", CYCLE[4]),
-    "ds_per_row": ("dS with a scale per row", ATTENTION["sagebwd"]),
-    "random_sign": ("dS with the same errors, signs at random", CYCLE[5]),
+    "sagebwd-paper": "`paper()`",
+    "p_per_row": "P with a scale per row",
+    "dv_16_bit": "dV in 16 bit",
+    "ds_per_row": "dS with a scale per row",
+    "dq_dk_16_bit": "dQ and dK in 16 bit",
+    "random_sign": "dS with the same errors, signs at random",
+    "zero_elements": "dQ and dK in 16 bit, but elements of dS that round to zero zeroed",
+    "zero_rows": "dQ and dK in 16 bit, but rows of dS that round to zero zeroed",
+    "sagebwd": "the default instead",
+}
+#: The looks of those that the picture has.
+DRAWN = {
+    "zero_elements": CYCLE[3],
+    "sagebwd-paper": ATTENTION["sagebwd_paper"],
+    "zero_rows": CYCLE[4],
+    "ds_per_row": ATTENTION["sagebwd"],
+    "random_sign": CYCLE[5],
 }
 
 
@@ -95,9 +107,14 @@ def read_branches(folder: Path) -> list[Branch]:
     return found
 
 
-def read_ablation(folder: Path, key: str = "runs") -> list[Branch]:
-    runs = read_json(folder / "losses/ablation.json")[key]
-    return [Branch("ablation", run["arm"], run["seed"], np.array(run["curve"]["loss"]), run) for run in runs]
+def read_ablation(folder: Path) -> tuple[list[Branch], dict[str, Any]]:
+    """The branches; and by seed and arm, rows of dQ and dK in the model before its branches."""
+    found = read_json(folder / "losses/ablation.json")
+    branches = [
+        Branch("ablation", run["arm"], run["seed"], np.array(run["curve"]["loss"]), run)
+        for run in found["runs"]
+    ]
+    return branches, found["rows"]
 
 
 def gaps(
@@ -200,28 +217,38 @@ def learning_rates(steps: int) -> np.ndarray:
     return 1 - 0.9 * np.sqrt(np.arange(1, steps + 1) / steps)
 
 
-def ablation_table(arms: Sequence[Branch]) -> str:
-    """The last tenth of each model, and its final weights with their own and with full attention."""
-    rows = []
-    for arm, (words, _) in ARMS.items():
+def ablation_table(arms: Sequence[Branch], rows: Mapping[str, Any]) -> str:
+    """The last tenth of each model, final weights with full attention, and what is left of small rows."""
+    seeds = sorted({one.seed for one in arms})
+    lines = []
+    for arm, words in ARMS.items():
         own = gaps(arms, "ablation", arm, "fpa-cudnn")
-        cells = [nats(loss[LAST].mean()) + "*" * (len(loss) < LAST.stop) for loss in own.values()]
-        rows.append([words, *cells, *(weights_gap(arms, arm, way) for way in ("own", "full precision"))])
-    heads = [f"seed {seed}" for seed in gaps(arms, "ablation", "sagebwd-paper", "fpa-cudnn")]
-    return table(
-        ["`paper()` with", *heads, "final weights, own attention", "final weights, full precision"], rows
-    )
+        cells = [
+            nats(own[seed][LAST].mean()) + "*" * (len(own[seed]) < LAST.stop) if seed in own else ""
+            for seed in seeds
+        ]
+        lines.append([words, *cells, weights_gaps(arms, arm), small_rows(rows, arm)])
+    heads = [f"seed {seed}" for seed in seeds]
+    return table(["`paper()` with", *heads, "final weights, full precision", "left of small rows"], lines)
 
 
-def weights_gap(arms: Sequence[Branch], arm: str, way: str) -> str:
+def weights_gaps(arms: Sequence[Branch], arm: str) -> str:
     """Loss of the final weights on 4 million training tokens, minus that of full precision's weights."""
-    found = {(one.variant, one.seed): one.run["final_weights"] for one in arms}
-    values = [
-        own["training"][way] - found["fpa-cudnn", seed]["training"][way]
-        for (variant, seed), own in found.items()
-        if variant == arm and own
-    ]
+    found = {
+        (one.variant, one.seed): one.run["final_weights"]["training"]["full precision"]
+        for one in arms
+        if one.run["final_weights"]
+    }
+    values = [loss - found["fpa-cudnn", seed] for (own, seed), loss in found.items() if own == arm]
     return ", ".join(map(nats, values))
+
+
+def small_rows(rows: Mapping[str, Any], arm: str) -> str:
+    """Of dQ and of dK: the smallest median over models, see sagebwd.metrics.small_rows_left."""
+    own = [found[arm] for found in rows.values() if arm in found]
+    if not own:
+        return ""
+    return ", ".join(f"{min(one[f'{x}_small_median'] for one in own):.2%}" for x in ("dq", "dk"))
 
 
 # --- Pictures -----------------------------------------------------------------------------------------------
@@ -274,10 +301,9 @@ def draw_branches(branches: Sequence[Branch]) -> Any:
 def draw_ablation(arms: Sequence[Branch]) -> Any:
     """The gap of paper() and of what is left of it when one part of its backward is changed."""
     figure, [[axes]] = grid(1, 1, width=7.5, height=4)
-    for arm, (words, look) in ARMS.items():
-        draw_gap(axes, gaps(arms, "ablation", arm, "fpa-cudnn"), look, label=words.replace("`", ""))
+    for arm, look in DRAWN.items():
+        draw_gap(axes, gaps(arms, "ablation", arm, "fpa-cudnn"), look, label=ARMS[arm].replace("`", ""))
     finish_gap_axes(axes)
-    axes.annotate("these three coincide", (620, 0.026), (640, 0.008), arrowprops={"arrowstyle": "-"})
     axes.set_ylabel("training loss minus full precision, nats")
     axes.set_title("paper() with one part of its backward changed, 35M without QK-norm", fontsize=10)
     legend_below(figure, *axes.get_legend_handles_labels(), columns=2)
@@ -289,12 +315,12 @@ def draw_ablation(arms: Sequence[Branch]) -> Any:
 
 def main(argv: list[str] | None = None) -> None:
     folder = parse_arguments(argv).folder
-    branches, arms = read_branches(folder), read_ablation(folder)
+    branches, (arms, rows) = read_branches(folder), read_ablation(folder)
     save_figure(draw_branches(branches), folder / "gap.png")
     save_figure(draw_ablation(arms), folder / "ablation.png")
     sections = branch_tables(branches)
     sections["With QK-norm, after equal sums of learning rates"] = at_equal_learning(branches)
-    sections["Ablation"] = ablation_table(arms) + "\n\n\\* cut off before its last step"
+    sections["Ablation"] = ablation_table(arms, rows) + "\n\n\\* cut off before its last step"
     text = "".join(f"\n## {name}\n\n{own}\n" for name, own in sections.items())
     write_markdown(
         folder / "losses/branches",

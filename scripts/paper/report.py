@@ -63,7 +63,7 @@ def branch_facts(results: Path) -> dict[str, Any]:
     return {
         "gaps": branches.summary(found),
         "gaps at equal sums": branches.at_equal_learning(found),
-        "ablation": branches.ablation_table(branches.read_ablation(results)),
+        "ablation": branches.ablation_table(*branches.read_ablation(results)),
     }
 
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 import sagebwd
 from sagebwd import SageConfig, diagnose, sage_attention
 from sagebwd.config import PRESETS
-from sagebwd.metrics import relative_l2
+from sagebwd.metrics import relative_l2, small_rows_left
 from sagebwd.reference import exact_attention
 
 N, HEADS, KV_HEADS, D = 40, 4, 2, 16
@@ -72,6 +72,8 @@ def test_errors_are_those_to_float64_attention_at_the_same_inputs(sinks):
         own = results(config)
         expected = [relative_l2(a, b) for a, b in zip(own, truth, strict=True)]
         assert [*found.layers[0].errors[name].values()] == pytest.approx(expected, rel=1e-3), name
+        left = min(small_rows_left(a, b) for a, b in zip(own[1:3], truth[1:3], strict=True))
+        assert found.layers[0].small_rows[name] == pytest.approx(left, rel=1e-3), name
     s = (q.double() @ k.double().repeat_interleave(2, 1).mT * D**-0.5).tril()
     assert found.layers[0].largest_logit == pytest.approx(s.abs().max().item())
     assert found.layers[0].gradient_error("16 bit") < 1e-5

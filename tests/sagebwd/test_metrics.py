@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from sagebwd.metrics import cosine_similarity, relative_l2
+from sagebwd.metrics import cosine_similarity, relative_l2, small_rows_left
 
 X = torch.tensor([[3.0, 4.0]])
 ZERO = torch.zeros(1, 2)
@@ -15,6 +15,19 @@ def test_closed_forms():
     assert cosine_similarity(X, torch.tensor([[4.0, 3.0]])) == pytest.approx(24 / 25)
     assert cosine_similarity(X, -2 * X) == pytest.approx(-1)
     assert relative_l2(torch.tensor([[3.0, 5.0]]), X) == pytest.approx(1 / 5)
+
+
+def test_what_small_rows_keep():
+    """Of 12 rows that count the smallest three: zeroed, at .7, and at .9 with an error across."""
+    sizes = torch.tensor([0.0, 1, 2, 3, *range(10, 19)])
+    rows = sizes[:, None, None] * torch.tensor([0.6, 0.8]).expand(13, 1, 2)
+    found = rows.clone()
+    found[1:4] *= torch.tensor([0.0, 0.9, 0.7])[:, None, None]
+    found[2] += torch.tensor([-0.8, 0.6])
+    found[4:] *= 0.1  # large rows do not count, nor does what a zero row becomes
+    found[0] = 5.0
+    assert small_rows_left(found, rows) == pytest.approx(0.7)
+    assert small_rows_left(found[:2], torch.zeros(2, 1, 2)) == 1
 
 
 def test_sums_in_float64():
@@ -31,7 +44,7 @@ def test_zero_vectors():
     assert relative_l2(ZERO, X) == 1
 
 
-@pytest.mark.parametrize("measure", [cosine_similarity, relative_l2])
+@pytest.mark.parametrize("measure", [cosine_similarity, relative_l2, small_rows_left])
 @pytest.mark.parametrize("other", [X, ZERO])
 def test_nan_gives_nan(measure, other):
     nan = torch.tensor([[math.nan, 1.0]])
@@ -39,7 +52,7 @@ def test_nan_gives_nan(measure, other):
     assert math.isnan(measure(other, nan))
 
 
-@pytest.mark.parametrize("measure", [cosine_similarity, relative_l2])
+@pytest.mark.parametrize("measure", [cosine_similarity, relative_l2, small_rows_left])
 def test_shapes_must_agree(measure):
     with pytest.raises(ValueError, match="compare equal shapes"):
         measure(X, X.T)

@@ -18,7 +18,7 @@ from sagebwd.reference import exact_attention
 from tests.cli import losses, metrics
 from tests.inputs import draw, largest_logit
 from trainer import probe
-from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, exact_layer, measure_layer
+from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, errors, exact_layer, measure_layer
 
 SHAPE = LlamaConfig(
     vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
@@ -68,6 +68,19 @@ def test_errors_are_those_against_float64(length):
     assert not any("gain" in name for name in values)
     assert 1e-3 < values["fpa_dv_l2"] < 1e-2  # bfloat16 has 8 bits
     assert 1e-3 < values["fpa_o_l2"] < 1e-2
+
+
+def test_small_rows_shrink_under_one_scale_per_tile():
+    """What raises the loss under `paper()`: of gradients of different sizes, the small ones lose most."""
+    q, k, v, grad_out = draw(length=256)
+    grad_out *= torch.randn(256, 1).mul(1.5).exp()
+    captured = Captured(q, k, v, q, {}, grad_out)
+    exact = exact_layer(captured)
+    kept = {}
+    for config in (SageConfig(), SageConfig.paper()):
+        found = errors(captured, partial(sagebwd.sage_attention, config=config), exact)
+        kept[config.granularity] = found["dq_small_rows"]
+    assert kept["block"] < 0.9 < 0.97 < kept["row"] < 1.03
 
 
 @pytest.fixture
