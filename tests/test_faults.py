@@ -23,10 +23,11 @@ from types import SimpleNamespace
 
 import pytest
 
+import trainer.events
 import trainer.loop
+import trainer.run
 from tests import warm
 from tests.cli import assert_same_run, metrics
-from trainer.loop import Trainer
 
 
 @pytest.fixture
@@ -102,16 +103,16 @@ def disk_is_full(after, name="torch.save"):
     replaced(name, wrap)
 
 
-def fails_after(step, method):
+def fails_after(step, event):
     """A MemoryError in place of what the trainer does after a step."""
-    original = getattr(Trainer, method)
+    original = getattr(trainer.events, event)
 
-    def replacement(trainer, *arguments):
-        if trainer.step == step:
+    def replacement(run):
+        if run.step == step:
             raise MemoryError("no memory for it")
-        return original(trainer, *arguments)
+        return original(run)
 
-    setattr(Trainer, method, replacement)
+    setattr(trainer.events, event, replacement)
 
 
 def permissions_bind_root():
@@ -147,7 +148,7 @@ def wandb_breaks(after):
     def finish():
         raise BrokenPipeError("the service is gone")
 
-    trainer.loop.start_wandb = lambda *_, **__: SimpleNamespace(id="abc", log=log, finish=finish)
+    trainer.run.start_wandb = lambda *_, **__: SimpleNamespace(id="abc", log=log, finish=finish)
 
 
 # ------------------------------------------------------------------ killed
@@ -225,11 +226,11 @@ def test_killed_at_every_stage_of_a_write(debug, tmp_path, whole, spot):
     assert checkpoint_names(tmp_path / "run") == ["step_00000008"]
 
 
-@pytest.mark.parametrize(("step", "method"), [(4, "_probe"), (4, "_evaluate"), (8, "_evaluate")])
-def test_what_is_measured_fails_and_no_step_is_lost(debug, tmp_path, whole, step, method):
+@pytest.mark.parametrize(("step", "event"), [(4, "_measure_attention"), (4, "_evaluate"), (8, "_evaluate")])
+def test_what_is_measured_fails_and_no_step_is_lost(debug, tmp_path, whole, step, event):
     """The probe and the validation follow the checkpoint; the run that resumes makes up for them."""
     overrides = ("steps=8", "checkpoint_every=4", "probe.every=4", "sample_tokens=4")
-    output = warm.run(debug("run", *overrides), functools.partial(fails_after, step, method), code=1)
+    output = warm.run(debug("run", *overrides), functools.partial(fails_after, step, event), code=1)
     assert "no memory for it" in output
     assert f"from step {step}" in warm.run(debug("run", *overrides))
     assert_same_run(whole(*overrides), tmp_path / "run")
@@ -325,7 +326,7 @@ def disk_fills_before(name, call, disk, leave):
 FULL = {
     "at the start": ("trainer.loop.make_deterministic", 1, 1 << 16, "a checkpoint takes"),
     "for config.yaml": ("trainer.run_directory.write_text", 1, 0, "the disk is full"),
-    "for the metrics": ("trainer.loop.start_wandb", 1, 0, "metrics.jsonl"),
+    "for the metrics": ("trainer.run.start_wandb", 1, 0, "metrics.jsonl"),
     "in a checkpoint": ("torch.save", 150, 1 << 16, "could not write the checkpoint of step 4"),
     "for the seal": ("trainer.seal.write", 2, 0, "could not write the checkpoint of step 4"),
     "for the weights": ("model.huggingface.save", 1, 1 << 16, "could not write the trained weights"),

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 
-import trainer.loop
+import trainer.events
+import trainer.step
 from tests import rank_work, warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
 from trainer import distributed, identity, launch, machine
 from trainer.errors import Interrupted, LostRanks, TrainingError
-from trainer.loop import Trainer
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
@@ -190,7 +190,7 @@ def count_collectives(file: Path) -> None:
 
     for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather", "barrier"):
         setattr(dist, name, counted(getattr(dist, name), name))
-    Trainer._train_step = counted(Trainer._train_step, "step")
+    trainer.step.train_step = counted(trainer.step.train_step, "step")
 
 
 def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path):
@@ -282,7 +282,7 @@ def flip_a_bit(step: int, key: str) -> None:
 
 
 def compare_every(steps: int) -> None:
-    trainer.loop.COMPARE_EVERY = steps
+    trainer.events.COMPARE_EVERY = steps
 
 
 @pytest.mark.parametrize("every", [100, 1])

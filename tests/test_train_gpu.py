@@ -14,9 +14,11 @@ from model.kernels.flash_attention_4 import why_not
 from model.llama import Llama
 from tests.cli import assert_same_weights, kill_at_step, losses, metrics, run
 from tests.trainer.conftest import compose_settings
+from trainer import step
 from trainer.distributed import Ranks
+from trainer.events import stop_if_asked
 from trainer.interrupt import StopRequest
-from trainer.loop import Trainer
+from trainer.run import Run
 from trainer.run_directory import RunDirectory
 
 __all__ = ["compose_settings"]
@@ -127,20 +129,19 @@ def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path, ove
     directory = RunDirectory(tmp_path / "run")
     with directory.locked(), StopRequest() as stop:
         directory.open(settings)
-        trainer = Trainer(settings, directory, Ranks(0, 1, torch.device("cuda", 0)), stop)
+        run = Run(settings, directory, Ranks(0, 1, torch.device("cuda", 0)), stop)
         for _ in range(3):  # the first steps allocate and compile
-            trainer._train_step()
-            trainer.step += 1
+            step.train_step(run)
+            run.step += 1
         try:
             with warnings.catch_warnings(record=True) as waits:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")  # warns, too, that it is a prototype
-                trainer._train_step()
-                trainer.checkpoints.poll(writing=False, failed=False)
-                trainer._stop_if_asked()
+                step.train_step(run)
+                run.checkpoints.poll(writing=False, failed=False)
+                stop_if_asked(run, {})
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            trainer.record.close()
-            trainer.checkpoints.close()
+            run.close()
     waits = [str(one.message) for one in waits if "synchronizing CUDA operation" in str(one.message)]
     assert len(waits) == 1, waits

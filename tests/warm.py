@@ -26,11 +26,13 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 import trainer.settings
+import trainer.step
 from tests.cli import ROOT
 from trainer import distributed, launch
 from trainer.errors import Interrupted, TrainingError
 from trainer.interrupt import StopRequest
-from trainer.loop import Trainer, train
+from trainer.loop import train
+from trainer.run import Run
 from trainer.settings import Settings
 
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
@@ -55,20 +57,20 @@ def debug_settings(datasets: Path, *overrides: str) -> Settings:
     return composed("experiment=debug", f"data.root={datasets}", *overrides)
 
 
-def at_step(step: int, act: Callable[[Trainer], object], *, after: bool = False) -> None:
-    """A fault: act(trainer) before the step that follows `step` others is computed, or right after that."""
-    original = Trainer._train_step
+def at_step(step: int, act: Callable[[Run], object], *, after: bool = False) -> None:
+    """A fault: act(run) before the step that follows `step` others is computed, or right after that."""
+    original = trainer.step.train_step
 
-    def train_step(trainer: Trainer) -> tuple[float, float, float]:
-        due = trainer.step == step
+    def train_step(run: Run) -> dict[str, float]:
+        due = run.step == step
         if due and not after:
-            act(trainer)
-        result = original(trainer)
+            act(run)
+        values = original(run)
         if due and after:
-            act(trainer)
-        return result
+            act(run)
+        return values
 
-    Trainer._train_step = train_step
+    trainer.step.train_step = train_step
 
 
 def start(settings: Settings, *faults: Callable[[], None], rank: int = 0, ranks: int = 1, port: int = 0):

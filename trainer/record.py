@@ -201,6 +201,15 @@ class Stopwatch:
             self._elapsed += self._now() - self._started
             self._started = None
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Not counting what is done within; where it was paused before, it stays so."""
+        running = self._started is not None
+        self.pause()
+        yield
+        if running:
+            self.start()
+
     def take(self) -> float:
         """Seconds counted since the last call; keeps running if it was running."""
         running = self._started is not None

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 from tests import warm
 from trainer.distributed import Ranks
 from trainer.interrupt import StopRequest
-from trainer.loop import Trainer
+from trainer.loop import loop
+from trainer.run import Run
 from trainer.run_directory import RunDirectory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -23,7 +24,7 @@ def compose_settings():
 
 @pytest.fixture
 def train_here(datasets, monkeypatch):
-    """train_here(run_dir, "steps=3", …) -> the Trainer of a debug run, at its end."""
+    """train_here(run_dir, "steps=3", …) -> a debug run, at its end."""
 
     def trained(run_dir, *overrides):
         return train(warm.debug_settings(datasets, f"run_dir={run_dir}", *overrides), monkeypatch)
@@ -32,11 +33,11 @@ def train_here(datasets, monkeypatch):
 
 
 def train(run_settings, monkeypatch):
-    """The Trainer of that run, at its end."""
+    """That run, at its end."""
     directory = RunDirectory(Path(run_settings.run_dir))
     with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", warm.no_picture)
         directory.open(run_settings)
-        trainer = Trainer(run_settings, directory, Ranks(0, 1, torch.device("cpu")), stop)
-        trainer.run()
-    return trainer
+        run = Run(run_settings, directory, Ranks(0, 1, torch.device("cpu")), stop)
+        loop(run)
+    return run

@@ -12,7 +12,7 @@ import torch
 import torch._inductor.config
 
 from tests.cli import losses
-from trainer import loop, parallel
+from trainer import loop, parallel, run
 from trainer.errors import TrainingError
 from trainer.loop import make_deterministic, with_user_facing_errors
 from trainer.run_directory import read_metrics
@@ -89,7 +89,7 @@ def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, 
 
 
 def spoiling(step, where, value=float("nan")):
-    """In place of trainer.loop.build_optimizer: it leaves `value` in weights or moments after that step."""
+    """In place of trainer.run.build_optimizer: it leaves `value` in weights or moments after that step."""
 
     def built(model, settings):
         optimizer, steps = make(model, settings), itertools.count(1)
@@ -103,7 +103,7 @@ def spoiling(step, where, value=float("nan")):
         optimizer.register_step_post_hook(spoil)
         return optimizer
 
-    make = loop.build_optimizer
+    make = run.build_optimizer
     return built
 
 
@@ -118,7 +118,7 @@ def test_milestones_are_saved_and_stay_whatever_the_other_checkpoints(train_here
 
 @pytest.mark.parametrize("where", ["weights", "moments"])
 def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_path, monkeypatch, where):
-    monkeypatch.setattr(loop, "build_optimizer", spoiling(4, where, float("inf")))
+    monkeypatch.setattr(run, "build_optimizer", spoiling(4, where, float("inf")))
     with pytest.raises(TrainingError, match=r"after step 4, 1 weights or moments are not finite: layers"):
         train_here(tmp_path, *SHORT)
     assert (tmp_path / "DIVERGED").read_text() == "4\n"
@@ -132,7 +132,7 @@ def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_
 
 
 def test_weights_that_are_not_finite_end_the_run_at_once(train_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "build_optimizer", spoiling(1, "weights"))
+    monkeypatch.setattr(run, "build_optimizer", spoiling(1, "weights"))
     overrides = ("steps=40", "checkpoint_every=50", "eval_every=50", "skip_nonfinite=true")
     with pytest.raises(TrainingError, match=r"(?s)step 2 is not finite.*no step can be trained") as error:
         train_here(tmp_path, *overrides)

@@ -1,0 +1,196 @@
+"""What may be due after a step, in the order in which it happens.
+
+Each is called after every step, on all ranks, and knows itself whether it is due. values: `loss`, `lr` and
+`grad_norm` of the step, and what callbacks add.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from data.loader import evaluation_batches, stack_sequences
+from model.config import flops_per_token
+from model.generate import generate
+from trainer import parallel
+from trainer.distributed import is_sharded
+from trainer.divergence import check_copies
+from trainer.errors import Interrupted
+from trainer.evaluate import described, validation_loss, validation_record
+from trainer.machine import peak_memory_gib
+from trainer.run import Run
+from trainer.run_directory import read_metrics
+
+log = logging.getLogger(__name__)
+
+COMPARE_EVERY = 100  # steps after which ranks compare their copies of the weights
+
+
+def reserve_memory(run: Run, values: dict[str, Any]) -> None:
+    """After the first step of a process, when everything is prepared and compiled."""
+    if run.step == run.first_step + 1:
+        with run.stopwatch.paused():
+            run.checkpoints.reserve(run.llama, run.optimizer)
+        run.ranks.answer_within(run.settings.hardware.timeout_s)
+
+
+def call_callbacks(run: Run, values: dict[str, Any]) -> None:
+    run.call("on_step", run.step, values)
+
+
+def write_log(run: Run, values: dict[str, Any]) -> None:
+    if run.step % run.settings.log_every == 0 or run.step in (1, run.sizes.steps):
+        _write_step(run, values)
+        run.logged_step = run.step
+    if run.record:
+        run.record.advance()
+
+
+def _write_step(run: Run, values: dict[str, Any]) -> None:
+    seconds = run.stopwatch.take()
+    if not run.record:
+        return
+    settings = run.settings
+    tokens_per_second = (run.step - run.logged_step) * run.sizes.tokens_per_step / seconds
+    mfu = None
+    if run.peak:
+        flops = tokens_per_second * flops_per_token(settings.model, settings.context)
+        mfu = flops / (run.peak * 1e12 * run.ranks.count)
+    memory = peak_memory_gib(run.ranks.device, cuda_graphs=settings.hardware.cuda_graphs)
+    speed = {"tokens_per_second": tokens_per_second, "mfu": mfu, "peak_memory_gib": memory}
+    run.record.write({"step": run.step, "tokens": run.tokens, **values, **speed})
+    run.record.progress(values["loss"], tokens_per_second, mfu)
+
+
+def write_profile(run: Run, values: dict[str, Any]) -> None:
+    if run.profiler and run.profiler.advance():
+        with run.stopwatch.paused():
+            run.profiler.write(run.step)
+
+
+def save(run: Run, values: dict[str, Any]) -> None:
+    """A checkpoint; at the last step, too, which is a multiple of the run's length."""
+    steps = run.sizes.steps
+    saves = (run.settings.checkpoint_every, run.settings.milestone_every or steps, steps)
+    if any(run.step % every == 0 for every in saves):
+        with run.stopwatch.paused():
+            run.save()
+
+
+def compare_copies(run: Run, values: dict[str, Any]) -> None:
+    """Of the weights on all ranks, unless saving did."""
+    if run.step % COMPARE_EVERY == 0 and run.saved_step != run.step:
+        with run.stopwatch.paused():
+            check_copies(run.llama, run.ranks, run.step)
+
+
+def stop_if_asked(run: Run, values: dict[str, Any]) -> None:
+    """Save and raise Interrupted if any rank was asked to stop.
+
+    One rank stops at the end of the step. Several agree on it in their next exchange, a step later at most.
+    """
+    asked = run.stop_asked if run.ranks.count > 1 else run.stop.signal is not None
+    if asked and run.step < run.sizes.steps:
+        signal = run.ranks.largest(run.stop.signal or 0)
+        if run.saved_step != run.step:
+            run.save()
+        run.checkpoints.wait()
+        raise Interrupted(
+            f"stopped at step {run.step} of {run.sizes.steps} and saved; the same command continues", signal
+        )
+
+
+def measure_attention(run: Run, values: dict[str, Any]) -> None:
+    """The probe, with the current weights, on the first sequences of the step just done."""
+    if run.probe and run.step % run.settings.probe.every == 0:
+        with run.stopwatch.paused():
+            _measure_attention(run)
+
+
+def _measure_attention(run: Run) -> None:
+    indices = run.loader.sequence_indices(run.step - 1)[: run.settings.probe.sequences]
+    tokens, context, separator = run.loader.tokens, run.settings.context, run.loader.separator
+    batch = map(run.to_device, stack_sequences(tokens, indices, context, separator=separator))
+    with parallel.uncompiled():
+        values = run.probe.measure(*batch, autocast=run.autocast, is_main=run.ranks.is_main)
+    if run.record:
+        run.record.write({"step": run.step, "tokens": run.tokens, **values})
+        for warning in run.alarm.warnings(run.step, values, run.probe.layers):
+            log.warning(warning)
+            run.record.alert("attention gradients are inaccurate", warning)
+
+
+def evaluate(run: Run, values: dict[str, Any]) -> None:
+    """Loss on the first `eval_sequences` sequences of each validation set, and a sample."""
+    if run.step % run.settings.eval_every == 0 or run.step == run.sizes.steps:
+        with run.stopwatch.paused():
+            _evaluate(run)
+
+
+def _evaluate(run: Run) -> None:
+    settings, ranks = run.settings, run.ranks
+    sharded = is_sharded(settings.model, settings.hardware, ranks.count)
+    losses = [
+        validation_loss(
+            run.compiled,
+            evaluation_batches(
+                one.tokens,
+                context=settings.context,
+                sequences=settings.eval_sequences,
+                micro_batch=settings.hardware.micro_batch,
+                rank=ranks.rank,
+                ranks=ranks.count,
+                separator=run.corpus.separator,
+            ),
+            micro_batch=settings.hardware.micro_batch,
+            ranks=ranks,
+            autocast=run.autocast,
+            in_step=sharded,
+        )
+        for one in run.corpus.validation
+    ]
+    # All ranks of a sharded model take part in generating each token.
+    sample = _sample(run) if settings.sample_tokens and (ranks.is_main or sharded) else None
+    values = validation_record(run.corpus.validation, losses, run.bytes_per_token)
+    values["sample"] = sample
+    run.call("on_evaluate", run.step, values)
+    if run.record:
+        run.record.write({"step": run.step, "tokens": run.tokens, **values})
+        log.info("step %d: %s%s", run.step, described(values), f"\n  | {sample!r}" if sample else "")
+
+
+def _sample(run: Run) -> str:
+    prompt = torch.tensor([run.prompt], device=run.ranks.device)
+    with run.autocast(), parallel.uncompiled():
+        tokens = generate(
+            run.llama,
+            prompt,
+            run.settings.sample_tokens,
+            vocab_size=run.corpus.tokenizer.vocab_size,
+            seed=run.settings.seed,
+        )
+    return run.corpus.tokenizer.decode(tokens[0].tolist())
+
+
+#: What measures comes after the checkpoint, so that whatever fails there loses no step.
+AFTER_A_STEP = (
+    reserve_memory,
+    call_callbacks,
+    write_log,
+    write_profile,
+    save,
+    compare_copies,
+    stop_if_asked,
+    measure_attention,
+    evaluate,
+)
+
+
+def catch_up(run: Run) -> None:
+    """Of a run that resumes: measure what was due at its checkpoint's step and is not recorded."""
+    check_copies(run.llama, run.ranks, run.step)
+    records = run.ranks.from_main(lambda: read_metrics(run.directory.metrics))
+    done = {key for one in records if one["step"] == run.step for key in one}
+    for event, key in ((measure_attention, "probe/seconds"), (evaluate, "val_loss")):
+        if key not in done:
+            event(run, {})

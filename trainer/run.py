@@ -1,0 +1,196 @@
+"""What a run is built of, and how far it is.
+
+Its steps are in trainer.step, and what follows each in trainer.events.
+"""
+
+import functools
+import logging
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import model.config
+import model.huggingface
+from trainer import build, identity, parallel, start
+from trainer.callbacks import Callbacks
+from trainer.checkpoint import Checkpoints
+from trainer.checks import sizes_of
+from trainer.distributed import Ranks
+from trainer.divergence import Guard, check_copies
+from trainer.errors import TrainingError, user_facing
+from trainer.evaluate import bytes_per_token
+from trainer.interrupt import StopRequest
+from trainer.machine import peak_tflops
+from trainer.optimizer import build_optimizer
+from trainer.probe import Alarm, build_probe
+from trainer.profiling import StepProfiler
+from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
+from trainer.run_directory import RunDirectory
+from trainer.settings import Settings
+from trainer.spikes import SpikeDetector
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """One run on one rank.
+
+    Attributes:
+        step: the number of optimizer steps done; first_step: when this process began.
+        saved_step, logged_step: of the newest checkpoint, and of the newest record of a training loss.
+        stop_asked: whether a rank was asked to stop, as all ranks know since the last step.
+    """
+
+    def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
+        self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
+        self.sizes = sizes_of(settings, ranks.count)
+        weights = start.find_weights(settings, directory)
+        self.branch = ranks.from_main(lambda: start.find_branch(settings, directory))
+        self.corpus = build.open_text(settings, ranks, stop)
+        if ranks.is_main:
+            stop.announce()
+        self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
+        self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
+        self.backend = build.attention(settings, ranks)
+        self.llama = build.llama(settings, self.sizes, self.backend, ranks)
+        if weights:
+            with user_facing(ValueError, OSError):
+                model.huggingface.load_into(self.llama, weights)
+            check_copies(self.llama, ranks, step=0)
+            log.info("starting from the weights in %s", weights)
+        self.wrapped, self.compiled = parallel.place(
+            self.llama, settings.hardware, ranks, saved_operators=self.backend.saved_operators
+        )
+        self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
+        self.optimizer = build_optimizer(self.llama, settings.optimizer)
+        self.callbacks = Callbacks(settings.callbacks)
+        self.guard = Guard(self.llama, self.optimizer, ranks, directory)
+        self.checkpoints = Checkpoints(
+            directory.checkpoints,
+            ranks=ranks,
+            keep=settings.keep_checkpoints,
+            milestone_every=settings.milestone_every,
+            background=settings.checkpoint_background,
+            published=directory.note_checkpoint,
+            completed=lambda step, path: self.call("on_checkpoint", step, {"path": str(path)}),
+        )
+        restored = self._restore()
+        self.step: int = restored.get("step", 0)
+        self.first_step = self.saved_step = self.logged_step = self.step
+        self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
+        self.probe = build_probe(
+            settings, self.llama, self.backend, device=ranks.device, dtype=build.dtype_of(settings)
+        )
+        self.alarm = Alarm(settings.probe.alarm, self.probe)
+        self.stop_asked = False
+        self.stopwatch = Stopwatch(ranks.device)
+        self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
+        self.record = self._start_record(restored.get("wandb_id")) if ranks.is_main else None
+        profile = settings.profile
+        self.profiler = StepProfiler(profile, directory.profile, ranks) if profile.steps else None
+
+    def close(self) -> None:
+        """Whether it ended or failed."""
+        if self.profiler:
+            self.profiler.close()
+        self.checkpoints.close()
+        if self.record:
+            self.record.close()
+
+    def save(self) -> None:
+        """Save a checkpoint. Raises TrainingError if the state is not finite: it would be of no use."""
+        self.guard.check_state(self.step)
+        if self.record:
+            self.record.sync()
+        extra = {  # what the main rank says counts
+            "wandb_id": self.record.wandb_id if self.record else None,
+            "logged": self.record.logged if self.record else None,
+            "data": self.corpus.manifest.fingerprint,
+            "tokenizer": self.corpus.manifest.recipe["tokenizer"],
+            "settings": identity.recorded(self.settings),
+            "recent": self.spikes.history,
+        }
+        self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
+        self.saved_step = self.step
+
+    def call(self, hook: str, step: int, record: dict[str, Any]) -> None:
+        """That of all callbacks."""
+        if self.callbacks:
+            with self.stopwatch.paused():
+                self.callbacks.call(hook, step, record, self.llama)
+
+    def autocast(self) -> AbstractContextManager:
+        dtype = build.dtype_of(self.settings)
+        return torch.autocast(self.ranks.device.type, dtype, enabled=dtype is not torch.float32)
+
+    def to_device(self, tokens: Tensor) -> Tensor:
+        return tokens.to(self.ranks.device, non_blocking=True)
+
+    @property
+    def tokens(self) -> int:
+        """Trained on so far."""
+        return self.step * self.sizes.tokens_per_step
+
+    @functools.cached_property
+    def bytes_per_token(self) -> list[float]:
+        """Of the text of each validation set."""
+        return bytes_per_token(
+            self.corpus.validation,
+            self.corpus.tokenizer,
+            context=self.settings.context,
+            sequences=self.settings.eval_sequences,
+        )
+
+    # --- Resuming and recording ------------------------------------------------------------
+
+    def _restore(self) -> dict[str, Any]:
+        restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)
+        if restored is None and self.branch:
+            restored = start.load_branch(self.branch, self.checkpoints, self.llama, self.optimizer)
+        restored = restored or {}
+        step = restored.get("step", 0)
+        if self.ranks.is_main:
+            with user_facing(ValueError):
+                self.directory.truncate_metrics(step)
+            if step and self.branch is None:
+                log.info("continuing %s from step %d", self.directory.path, step)
+                warn_of_holes(
+                    self.directory.metrics,
+                    step=step,
+                    logged=restored.get("logged", 0),
+                    log_every=self.settings.log_every,
+                )
+        return restored
+
+    def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
+        """Raise TrainingError if the checkpoint is of another run, or of a run on other text."""
+        self.directory.check_checkpoint(path, sealed, self.settings)
+        if sealed.get("data") != self.corpus.manifest.fingerprint:
+            raise TrainingError(
+                f"{self.directory.path} was trained on other text or with another tokenizer than these data "
+                "settings give; set them to the text of the run, or give this run its own run_dir=…"
+            )
+
+    def _start_record(self, wandb_id: str | None) -> Record:
+        settings, sizes, folder = self.settings, self.sizes, self.directory.path
+        derived = {
+            "parameters": model.config.parameter_count(settings.model),
+            "steps": sizes.steps,
+            "tokens_per_step": sizes.tokens_per_step,
+            "total_tokens": sizes.steps * sizes.tokens_per_step,
+            "devices": self.ranks.count,
+            "attention": self.backend.description,  # the kernel that was chosen
+        }
+        config = {**identity.recorded(settings), "derived": derived}
+        with_tensorboard = settings.logger.tensorboard
+        return Record(
+            self.directory.metrics,
+            wandb=start_wandb(settings.logger, folder=folder, config=config, run_id=wandb_id),
+            tensorboard=TensorBoard(folder / "tensorboard", self.step) if with_tensorboard else None,
+            steps=sizes.steps,
+            first_step=self.step,
+            name=folder.name,
+        )
