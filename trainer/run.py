@@ -88,7 +88,7 @@ class Run:
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
-        self.record = self._start_record(restored.get("wandb_id")) if ranks.is_main else None
+        self.record = _start_record(self, restored.get("wandb_id")) if ranks.is_main else None
         profile = settings.profile
         self.profiler = StepProfiler(profile, directory.profile, ranks) if profile.steps else None
 
@@ -174,23 +174,24 @@ class Run:
                 "settings give; set them to the text of the run, or give this run its own run_dir=…"
             )
 
-    def _start_record(self, wandb_id: str | None) -> Record:
-        settings, sizes, folder = self.settings, self.sizes, self.directory.path
-        derived = {
-            "parameters": model.config.parameter_count(settings.model),
-            "steps": sizes.steps,
-            "tokens_per_step": sizes.tokens_per_step,
-            "total_tokens": sizes.steps * sizes.tokens_per_step,
-            "devices": self.ranks.count,
-            "attention": self.backend.description,  # the kernel that was chosen
-        }
-        config = {**identity.recorded(settings), "derived": derived}
-        with_tensorboard = settings.logger.tensorboard
-        return Record(
-            self.directory.metrics,
-            wandb=start_wandb(settings.logger, folder=folder, config=config, run_id=wandb_id),
-            tensorboard=TensorBoard(folder / "tensorboard", self.step) if with_tensorboard else None,
-            steps=sizes.steps,
-            first_step=self.step,
-            name=folder.name,
-        )
+
+def _start_record(run: Run, wandb_id: str | None) -> Record:
+    settings, sizes, folder = run.settings, run.sizes, run.directory.path
+    derived = {
+        "parameters": model.config.parameter_count(settings.model),
+        "steps": sizes.steps,
+        "tokens_per_step": sizes.tokens_per_step,
+        "total_tokens": sizes.steps * sizes.tokens_per_step,
+        "devices": run.ranks.count,
+        "attention": run.backend.description,  # the kernel that was chosen
+    }
+    config = {**identity.recorded(settings), "derived": derived}
+    with_tensorboard = settings.logger.tensorboard
+    return Record(
+        run.directory.metrics,
+        wandb=start_wandb(settings.logger, folder=folder, config=config, run_id=wandb_id),
+        tensorboard=TensorBoard(folder / "tensorboard", run.step) if with_tensorboard else None,
+        steps=sizes.steps,
+        first_step=run.step,
+        name=folder.name,
+    )
