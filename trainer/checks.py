@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from operator import attrgetter
 
 import torch
 
@@ -21,8 +20,8 @@ import data.tokenizers
 import model.config
 from trainer.errors import SettingsError
 from trainer.machine import MEMORY_GIB, known_gpu
-from trainer.optimizer import DECAY_TYPES, MUON_SCALES, OPTIMIZERS, SCHEDULES, decay_steps, learning_rate
-from trainer.settings import Settings
+from trainer.optimizer import OPTIMIZERS, decay_steps, learning_rate
+from trainer.settings import Settings, value_problems
 
 log = logging.getLogger(__name__)
 
@@ -109,51 +108,11 @@ def unit_of(settings: Settings) -> str:
 
 # ---------------------------------------------------------------------- values by themselves
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "hardware.dtype": ("bfloat16", "float32"),
-    "hardware.device": ("cuda", "cpu"),
-    "hardware.parallel": ("auto", "ddp", "fsdp"),
-    "hardware.recompute": ("none", "blocks"),
-    "logger.wandb": ("auto", "online", "offline", "off"),
-    "optimizer.name": tuple(OPTIMIZERS),
-    "optimizer.schedule": SCHEDULES,
-    "optimizer.decay_type": DECAY_TYPES,
-    "optimizer.muon_lr_scale": MUON_SCALES,
-}
-
-POSITIVE = """context train_sequences total_tokens steps log_every eval_every eval_sequences
-    checkpoint_every keep_checkpoints milestone_every branch_step tps.tokens_per_step tps.divide_by
-    hardware.micro_batch hardware.devices hardware.context_parallel hardware.timeout_s
-    hardware.peak_tflops optimizer.lr optimizer.muon_lr optimizer.eps optimizer.grad_clip
-    probe.sequences probe.alarm spike.threshold profile.start"""
-NOT_NEGATIVE = "tps.warmup_steps sample_tokens probe.every profile.steps optimizer.weight_decay"
-
-#: Names of settings, what holds for their values unless they are null, and that in words.
-RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    (POSITIVE, lambda value: 0 < value < math.inf, "greater than zero and finite"),
-    (NOT_NEGATIVE, lambda value: 0 <= value < math.inf, "zero or more"),
-    ("seed", lambda value: 0 <= value < 2**63, "at least 0 and less than 2**63"),
-    ("spike.window", lambda value: value >= 8, "8 or more, to find the typical loss"),
-    (
-        "optimizer.beta1 optimizer.beta2 optimizer.muon_momentum",
-        lambda value: 0 <= value < 1,
-        "at least 0 and below 1",
-    ),
-    ("optimizer.min_lr_ratio", lambda value: 0 <= value <= 1, "between 0 and 1, a fraction of optimizer.lr"),
-    ("optimizer.decay_ratio", lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps"),
-)
-
 
 def check_values(settings: Settings) -> Problems:
-    for name, choices in CHOICES.items():
-        value = attrgetter(name)(settings)
-        if value is not None and value not in choices:
-            yield f"{name}={value} is unknown; choose one of {', '.join(choices)}"
-    for names, holds, words in RANGES:
-        for name in names.split():
-            value = attrgetter(name)(settings)
-            if value is not None and not holds(value):
-                yield f"{name}={value} must be {words}"
+    yield from value_problems(settings)
+    if settings.optimizer.name not in OPTIMIZERS:
+        yield f"optimizer.name={settings.optimizer.name} is unknown; choose one of {', '.join(OPTIMIZERS)}"
     yield from model.config.problems(settings.model)
     # With such names Hydra makes objects.
     for name in re.findall(r'"(_\w*_)": ', json.dumps(settings.optimizer.arguments, default=str)):

@@ -15,12 +15,6 @@ from trainer.settings import OptimizerSettings
 
 log = logging.getLogger(__name__)
 
-SCHEDULES = ("cosine", "linear", "wsd", "constant")
-DECAY_TYPES = ("linear", "1-sqrt")  # of wsd
-
-#: How the step of a matrix depends on its shape, by torch's name (adjust_lr_fn of torch.optim.Muon).
-MUON_SCALES = ("match_rms_adamw", "original")
-
 
 def build_optimizer(llama: Llama, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """The optimizer that the settings name. Make it after the model is placed (trainer/parallel.py)."""

@@ -1,14 +1,17 @@
 """Every setting of a run, typed. Hydra fills these dataclasses from configs/ and the command line.
 
-This file has the types, and marks what may change when a run is resumed. configs/ has the values, and marks
-which of them the paper publishes and which are choices. Unknown settings and options on the command line are
-answered with the nearest known ones.
+This file has the types, what values may be, and what may change when a run is resumed. configs/ has the
+values, and marks which of them the paper publishes and which are choices. Unknown settings and options on the
+command line are answered with the nearest known ones.
 """
 
+import functools
+import math
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
@@ -28,18 +31,53 @@ PAPER_TOKENS = 78_643_200_000
 MAY_CHANGE = {"may_change": True}
 
 
-def changeable(default: Any = MISSING) -> Any:
-    return field(default=default, metadata=MAY_CHANGE)
+class Range(NamedTuple):
+    """What holds for a setting's values, unless they are null, and that in words."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+DECAY = Range(lambda value: 0 <= value < 1, "at least 0 and below 1")
+
+
+def setting(
+    default: Any = MISSING, *, within: Range | None = None, choices: tuple[str, ...] = (), **marks: bool
+) -> Any:
+    """A field with what its values may be, which `value_problems` checks. marks: may_change."""
+    return field(default=default, metadata={"within": within, "choices": choices, **marks})
+
+
+positive = functools.partial(
+    setting, within=Range(lambda value: 0 < value < math.inf, "greater than zero and finite")
+)
+not_negative = functools.partial(setting, within=Range(lambda value: 0 <= value < math.inf, "zero or more"))
+
+
+def value_problems(settings: Any, prefix: str = "") -> Iterator[str]:
+    """What is wrong with values by themselves, in this dataclass and those within it."""
+    for one in fields(settings):
+        value, name = getattr(settings, one.name), prefix + one.name
+        choices, within = one.metadata.get("choices"), one.metadata.get("within")
+        if is_dataclass(value):
+            yield from value_problems(value, f"{name}.")
+        elif value is None:
+            continue
+        elif choices and value not in choices:
+            yield f"{name}={value} is unknown; choose one of {', '.join(choices)}"
+        elif within and not within.holds(value):
+            yield f"{name}={value} must be {within.words}"
 
 
 @dataclass
 class TpsSettings:
     """Tokens per step and what goes with it."""
 
-    tokens_per_step: int = MISSING  # of all devices together
-    divide_by: int = 1  # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
+    tokens_per_step: int = positive()  # of all devices together
+    # a scaled-down replica: tokens_per_step / divide_by, keeping the paper's 1 : 8 ratio
+    divide_by: int = positive(1)
     # Of linearly rising learning rate; a tenth of a run that is too short for them.
-    warmup_steps: int = MISSING
+    warmup_steps: int = not_negative()
 
 
 @dataclass
@@ -52,27 +90,36 @@ class OptimizerSettings:
     name: str = "adamw"  # "adamw", or "muon": Muon for the matrices of the blocks, AdamW for all else
     _target_: str | None = None  # path of another class of optimizers (lion_pytorch.Lion); null: by name
     arguments: dict[str, Any] = field(default_factory=dict)  # its own; lr and weight_decay it gets anyway
-    lr: float = MISSING  # peak learning rate
+    lr: float = positive()  # peak learning rate
     # How it falls after the warm-up: "cosine", "linear", "wsd" (at the end only) or "constant" (never).
-    schedule: str = "cosine"
-    decay_ratio: float | None = None  # wsd: share of the run's steps in which it falls; null: 0.2
-    decay_type: str | None = None  # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
-    min_lr_ratio: float = MISSING  # final learning rate as a fraction of the peak
-    beta1: float = MISSING  # AdamW's decay of the mean gradient, and
-    beta2: float = MISSING  # of its mean square
-    eps: float = MISSING  # AdamW's
-    weight_decay: float = MISSING  # on matrices only; gains (vectors) are not decayed
-    grad_clip: float = MISSING  # largest global gradient norm
-    muon_lr: float | None = None  # muon: its peak learning rate, on the same schedule; null: lr
-    muon_lr_scale: str | None = None  # muon: how a step depends on its matrix's shape; torch's adjust_lr_fn
-    muon_momentum: float | None = None  # muon: decay of the mean gradient
+    schedule: str = setting("cosine", choices=("cosine", "linear", "wsd", "constant"))
+    # wsd: share of the run's steps in which it falls; null: 0.2
+    decay_ratio: float | None = setting(
+        None, within=Range(lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps")
+    )
+    # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
+    decay_type: str | None = setting(None, choices=("linear", "1-sqrt"))
+    # final learning rate as a fraction of the peak
+    min_lr_ratio: float = setting(
+        within=Range(lambda value: 0 <= value <= 1, "between 0 and 1, a fraction of optimizer.lr")
+    )
+    beta1: float = setting(within=DECAY)  # AdamW's decay of the mean gradient, and
+    beta2: float = setting(within=DECAY)  # of its mean square
+    eps: float = positive()  # AdamW's
+    weight_decay: float = not_negative()  # on matrices only; gains (vectors) are not decayed
+    grad_clip: float = positive()  # largest global gradient norm
+    muon_lr: float | None = positive(None)  # muon: its peak learning rate, on the same schedule; null: lr
+    # muon: how a step depends on its matrix's shape; torch's adjust_lr_fn
+    muon_lr_scale: str | None = setting(None, choices=("match_rms_adamw", "original"))
+    muon_momentum: float | None = setting(None, within=DECAY)  # muon: decay of the mean gradient
 
 
 @dataclass
 class LoggerSettings:
     """Where curves go besides metrics.jsonl, which is always written."""
 
-    wandb: str = MISSING  # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
+    # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
+    wandb: str = setting(choices=("auto", "online", "offline", "off"))
     project: str | None = None  # null: WANDB_PROJECT, or "sagebwd"
     entity: str | None = None  # W&B's user or team
     group: str | None = None  # null: WANDB_RUN_GROUP; a sweep sets it
@@ -84,18 +131,20 @@ class LoggerSettings:
 class ProbeSettings:
     """Measuring the error of INT8 attention while a run trains (trainer/probe.py)."""
 
-    every: int = MISSING  # steps between measurements; 0: never
+    every: int = not_negative()  # steps between measurements; 0: never
     layers: list[int] | None = None  # which layers, counted from 0; null: the first, middle and last
-    sequences: int = MISSING  # sequences of the step's batch to measure on, in one forward-backward pass
-    alarm: float | None = None  # warn if the relative L2 error of a gradient exceeds this; null: never
+    sequences: int = positive()  # sequences of the step's batch to measure on, in one forward-backward pass
+    # warn if the relative L2 error of a gradient exceeds this; null: never
+    alarm: float | None = positive(None)
 
 
 @dataclass
 class SpikeSettings:
     """Finding steps with an outlier loss or gradient norm (trainer/spikes.py)."""
 
-    window: int = MISSING  # previous steps that define the typical value
-    threshold: float | None = None  # standard deviations above the typical value; null: no spikes
+    # previous steps that define the typical value
+    window: int = setting(within=Range(lambda value: value >= 8, "8 or more, to find the typical loss"))
+    threshold: float | None = positive(None)  # standard deviations above the typical value; null: no spikes
     skip: bool = MISSING  # skip the optimizer step of a spike
 
 
@@ -103,8 +152,8 @@ class SpikeSettings:
 class ProfileSettings:
     """Recording a few steps with torch.profiler, and what is in memory (trainer/profiling.py)."""
 
-    steps: int = 0  # how many steps; 0: no profile
-    start: int = 10  # after so many other steps of this process
+    steps: int = not_negative(0)  # how many steps; 0: no profile
+    start: int = positive(10)  # after so many other steps of this process
     memory: bool = False  # remember which line allocated what, for the snapshot if a GPU's memory runs out
 
 
@@ -112,20 +161,23 @@ class ProfileSettings:
 class HardwareSettings:
     """What the run executes on. Changes the speed, not the experiment."""
 
-    device: str = MISSING  # "cuda" or "cpu"
-    devices: int = 1  # processes, one per device; torchrun overrides it
-    micro_batch: int = MISSING  # sequences per device per forward-backward pass
+    device: str = setting(choices=("cuda", "cpu"))  # "cuda" or "cpu"
+    devices: int = positive(1)  # processes, one per device; torchrun overrides it
+    micro_batch: int = positive()  # sequences per device per forward-backward pass
     # "bfloat16" (autocast over float32 master weights) or "float32".
-    dtype: str = field(default=MISSING, metadata={"may_change": False})
+    dtype: str = setting(choices=("bfloat16", "float32"), may_change=False)
     compile: bool = MISSING  # torch.compile the model
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
     deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
-    parallel: str = "auto"  # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
-    context_parallel: int = 1  # devices that share the tokens of a sequence, and the heads of its attention
-    recompute: str = "none"  # "blocks": activation checkpointing of all but attention
+    # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
+    parallel: str = setting("auto", choices=("auto", "ddp", "fsdp"))
+    # devices that share the tokens of a sequence, and the heads of its attention
+    context_parallel: int = positive(1)
+    # "blocks": activation checkpointing of all but attention
+    recompute: str = setting("none", choices=("none", "blocks"))
     check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
-    timeout_s: float = 600.0  # the run ends if a rank keeps the others waiting for longer
-    peak_tflops: float | None = None  # dense bf16 peak for MFU; null: looked up by GPU name
+    timeout_s: float = positive(600.0)  # the run ends if a rank keeps the others waiting for longer
+    peak_tflops: float | None = positive(None)  # dense bf16 peak for MFU; null: looked up by GPU name
 
 
 @dataclass
@@ -150,34 +202,42 @@ class Settings:
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
     branch_from: str | None = None  # a run to go on from, with its optimizer (trainer/start.py)
-    branch_step: int | None = None  # of its checkpoint; null: the newest
+    branch_step: int | None = positive(None)  # of its checkpoint; null: the newest
 
-    context: int = MISSING  # tokens per training sequence
-    train_sequences: int | None = None  # train on the first so many of the text, over and over; null: on all
-    total_tokens: int | None = None  # length of the run; null: PAPER_TOKENS, but not of a small text
-    steps: int | None = None  # length of the run in optimizer steps; overrides total_tokens
-    seed: int = MISSING  # initialisation and data order
+    context: int = positive()  # tokens per training sequence
+    # train on the first so many of the text, over and over; null: on all
+    train_sequences: int | None = positive(None)
+    # length of the run; null: PAPER_TOKENS, but not of a small text
+    total_tokens: int | None = positive(None)
+    steps: int | None = positive(None)  # length of the run in optimizer steps; overrides total_tokens
+    # initialisation and data order
+    seed: int = setting(within=Range(lambda value: 0 <= value < 2**63, "at least 0 and less than 2**63"))
 
-    log_every: int = changeable()  # steps between lines of metrics.jsonl
-    eval_every: int = changeable()  # steps between validations; the last step always validates
-    eval_sequences: int = changeable()  # validation sequences that are used
-    sample_tokens: int = changeable()  # length of the text generated at a validation; 0: none
-    sample_prompt: str = changeable()  # with which that text begins
-    checkpoint_every: int = changeable()  # steps between checkpoints; the last step always saves one
+    log_every: int = positive(may_change=True)  # steps between lines of metrics.jsonl
+    eval_every: int = positive(may_change=True)  # steps between validations; the last step always validates
+    eval_sequences: int = positive(may_change=True)  # validation sequences that are used
+    # length of the text generated at a validation; 0: none
+    sample_tokens: int = not_negative(may_change=True)
+    sample_prompt: str = setting(may_change=True)  # with which that text begins
+    # steps between checkpoints; the last step always saves one
+    checkpoint_every: int = positive(may_change=True)
     # Write while training goes on; needs CPU memory for a copy of the state.
-    checkpoint_background: bool = changeable(True)
-    keep_checkpoints: int = changeable()  # newest checkpoints kept
+    checkpoint_background: bool = setting(True, may_change=True)
+    keep_checkpoints: int = positive(may_change=True)  # newest checkpoints kept
     # Also steps between checkpoints, which are kept permanently; null: none.
-    milestone_every: int | None = changeable(None)
+    milestone_every: int | None = positive(None, may_change=True)
     # Code that the run calls, by name: {_target_: path.to.Class, …}. See trainer/callbacks.py.
     callbacks: dict[str, Any] = field(default_factory=dict, metadata=MAY_CHANGE)
-    skip_nonfinite: bool = changeable(False)  # drop a step whose loss or gradient is not finite, do not stop
+    # drop a step whose loss or gradient is not finite, do not stop
+    skip_nonfinite: bool = setting(False, may_change=True)
 
-    runs_dir: str = changeable()  # holds the run directories that are named after their overrides
-    run_dir: str | None = changeable(None)  # null: <runs_dir>/<overrides>
-    rerun_finished: bool = changeable(False)  # train a finished run again from the start
-    plan: bool = changeable(False)  # print the estimate of memory, time and disk, and train nothing
-    gpu: str | None = changeable(None)  # plan: on this GPU ("RTX 4090"); null: on the one that is here
+    runs_dir: str = setting(may_change=True)  # holds the run directories that are named after their overrides
+    run_dir: str | None = setting(None, may_change=True)  # null: <runs_dir>/<overrides>
+    rerun_finished: bool = setting(False, may_change=True)  # train a finished run again from the start
+    # print the estimate of memory, time and disk, and train nothing
+    plan: bool = setting(False, may_change=True)
+    # plan: on this GPU ("RTX 4090"); null: on the one that is here
+    gpu: str | None = setting(None, may_change=True)
 
     def __post_init__(self) -> None:
         """Read the attention, once: everything else asks the object. Raises SettingsError."""
