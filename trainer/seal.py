@@ -80,7 +80,9 @@ def verify_files(folder: Path, files: dict[str, Any]) -> None:
         outside = {"/", ".."} & {*Path(name).parts}
         if outside or path.is_symlink() or not path.is_file():  # nor a pipe that never ends
             raise ValueError(f"{name} is missing, or no file of this folder")
-        found = fingerprint(path)
+        found = size = f"{path.stat().st_size} bytes"
+        if str(expected).startswith(f"{size}, "):  # a sparse file of a stranger may have any size
+            found = fingerprint(path)
         if found != expected:
             raise ValueError(f"{name} is {found}, was written as {expected}")
 

@@ -150,6 +150,14 @@ def test_a_seal_that_names_what_is_no_file_of_the_folder(saved, name):
         seal.verify(folder)
 
 
+def test_a_file_of_another_size_is_not_read(saved):
+    folder, _ = saved
+    with open(folder / ".metadata", "r+b") as file:
+        file.truncate(1 << 42)  # hours of zeros
+    with pytest.raises(ValueError, match="is 4398046511104 bytes, was written as"):
+        seal.verify(folder)
+
+
 @pytest.mark.parametrize(
     "content", [b"", b"\x80", b"\x80\x04.", pickle.dumps([1]), pickle.dumps(Metadata({}))]
 )
