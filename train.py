@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import trainer  # noqa: F401 - it chooses how OpenMP waits, and torch must not be loaded yet
-from data.tracebacks import hide_tracebacks
+from common.errors import hide_tracebacks
 
 if __name__ == "__main__":  # before the imports that take seconds, or fail
     hide_tracebacks()
@@ -16,11 +16,11 @@ from hydra.errors import CompactHydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from data.command_line import explaining_help, readable
+from common.errors import Interrupted, TrainingError
+from common.overrides import explaining_help, readable
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, interrupt, launch, settings, sweep
 from trainer.checks import check
-from trainer.errors import Interrupted, TrainingError
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings

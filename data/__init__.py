@@ -9,5 +9,4 @@ corpus        opens what is prepared; prepares small texts on first use
 tokens        the shards as one array of ids
 mixture       which source each sequence comes from
 loader        which sequences make up step n, on which rank, in which order
-command_line  Hydra's; tracebacks: where a command prints none
 """

@@ -7,8 +7,8 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
+from common.overrides import override
 from data import recipe, tokenizers
-from data.command_line import override
 from data.mixture import Mixture, whole_weights
 from data.prepare import prepare
 from data.recipe import Recipe

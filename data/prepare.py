@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data.tracebacks import hide_tracebacks
+from common.errors import hide_tracebacks
 
 if __name__ == "__main__":
     hide_tracebacks()
 
 from tqdm import tqdm
 
+from common.files import checksums, identified_whole
 from data import recipe, tokenizers, workers
-from data.files import checksums, identified_whole
 from data.recipe import Recipe
 from data.settings import DataSettings, options, register_options
 from data.shards import COUNTS, SPLITS, Manifest, UnitRecord
@@ -213,13 +213,13 @@ def main() -> None:
     import hydra  # here: the tokenizing processes import this module and need no Hydra
     from omegaconf import OmegaConf
 
-    from data import command_line
+    from common import overrides
 
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
     groups = {"data": options()}
-    sys.argv[1:] = command_line.readable(sys.argv[1:])
-    command_line.check_or_exit(sys.argv[1:], PrepareSettings, groups, program="python -m data.prepare")
+    sys.argv[1:] = overrides.readable(sys.argv[1:])
+    overrides.check_or_exit(sys.argv[1:], PrepareSettings, groups, program="python -m data.prepare")
 
     @hydra.main(version_base="1.3", config_path=str(configs), config_name="prepare")
     def command(config) -> None:

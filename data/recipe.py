@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from data.files import identity, matching
+from common.files import identity, matching
 from data.mixture import whole_weights
 from data.settings import MIXTURE, DataSettings, sources, values_of
 from data.shards import FILE, Manifest

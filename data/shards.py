@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from data.files import read_json, write_json
+from common.files import read_json, write_json
 from data.tokenizers import id_dtype
 
 SPLITS = ("train", "val")
@@ -91,7 +91,7 @@ class Manifest:
     recipe: dict  # Recipe.description
     vocab_size: int
     shards: dict[str, list[Shard]]  # by split, in order
-    source_files: list[dict]  # data.files.checksums of what was read; none if the recipe has them
+    source_files: list[dict]  # common.files.checksums of what was read; none if the recipe has them
     counts: dict[str, int]  # COUNTS
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Commands: `python -m scripts.NAME --help` explains one."""
 
-from data.tracebacks import hide_tracebacks
+from common.errors import hide_tracebacks
 
 hide_tracebacks()
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from scripts.command_line import command_parser
+from common.terminal import command_parser
 
 PACKAGE = Path(__file__).parents[1] / "sagebwd"
 SUFFIXES = (".py", ".cu", ".cuh")

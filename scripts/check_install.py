@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from scripts.command_line import command_parser
+from common.terminal import command_parser
 
 ROOT = Path(__file__).parents[1]
 #: All that the wheel is built from.

@@ -35,10 +35,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from common.statistics import Cell, Estimate, fit
+from common.terminal import command_parser
 from model import backends
-from scripts.command_line import command_parser
 from scripts.output import align, number, printable
-from scripts.paper.statistics import Cell, Estimate, fit
 from scripts.runs import comparable_settings, differing, find_runs, places
 from trainer.identity import may_change
 from trainer.plot import SET, named_sets, plot_losses, series

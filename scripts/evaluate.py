@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
+from common.errors import TrainingError, explain
+from common.terminal import command_parser
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
-from scripts.command_line import command_parser
 from scripts.export import export_checkpoint, sealed_in
 from scripts.runs import read_settings
-from trainer.errors import TrainingError, explain
 from trainer.record import start_wandb
 from trainer.run_directory import RunDirectory, append_line
 from trainer.seal import checkpoint_of, newest_step

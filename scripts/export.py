@@ -15,17 +15,17 @@ from pathlib import Path
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.errors import TrainingError, explain, first
+from common.terminal import command_parser
 from data import tokenizers
 from data.tokenizers import tokenizer_identity
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
-from scripts.command_line import command_parser
 from scripts.runs import read_settings
 from trainer import seal
 from trainer.checkpoint import load_weights
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
-from trainer.errors import TrainingError, explain, first
 from trainer.export import export, model_card
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.seal import checkpoint_of, newest_step

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from data.files import write_json, write_text
+from common.files import write_json, write_text
 
 #: Where benchmarks write if no --out is given. Git ignores it; results/ is for ``scripts.reproduce``.
 SCRATCH = Path("runs/bench")

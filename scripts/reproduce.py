@@ -32,11 +32,11 @@ from textwrap import indent
 
 from tqdm import tqdm
 
-from data.command_line import override
-from scripts.command_line import command_parser, positive_int
+from common.errors import Interrupted
+from common.overrides import override
+from common.terminal import command_parser, positive_int
 from scripts.paper.experiments import SCALES, Item, Run, duration_in_words, find, items, total_cost
 from scripts.runs import is_settled
-from trainer.errors import Interrupted
 from trainer.identity import may_change
 from trainer.interrupt import StopSignal
 from trainer.launch import FAILED, FINISHED, POLL_S, Job, Outcome, run_all

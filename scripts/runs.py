@@ -13,10 +13,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from common.errors import SettingsError
 from data.corpus import Corpus, open_corpus
 from scripts.output import printable
 from trainer import identity, seal
-from trainer.errors import SettingsError
 from trainer.run_directory import UNNAMED, RunDirectory
 from trainer.seal import steps_in
 from trainer.settings import Settings

@@ -16,16 +16,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import model.huggingface
+from common.errors import TrainingError, explain
+from common.terminal import choose_device, command_parser, positive_int
 from data import tokenizers
 from data.tokenizers import Tokenizer
 from model.generate import TEMPERATURE, TOP_K, generate
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
-from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.export import load_checkpoint
 from scripts.output import printable
 from scripts.runs import read_settings
-from trainer.errors import TrainingError, explain
 from trainer.run_directory import RunDirectory
 from trainer.seal import newest_step
 

@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 import torch
 
+from common.terminal import command_parser
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PAPER_INT8_MATMULS
 from sagebwd.dispatch import KERNEL_SETS
-from scripts.command_line import command_parser
 
 ROOT = Path(__file__).parents[1]
 SANITIZER = "compute-sanitizer"

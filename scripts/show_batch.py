@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from common.terminal import command_parser
 from data.corpus import Corpus
 from data.loader import BatchLoader
-from scripts.command_line import command_parser
 from scripts.output import printable
 from scripts.runs import open_data, read_settings
 from trainer.run_directory import RunDirectory, read_metrics

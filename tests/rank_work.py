@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from common.errors import Interrupted
 from trainer import distributed
-from trainer.errors import Interrupted
 from trainer.interrupt import StopRequest
 
 

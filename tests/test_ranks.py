@@ -19,10 +19,10 @@ import torch.distributed.run
 
 import trainer.events
 import trainer.step
+from common.errors import Interrupted, LostRanks, TrainingError
 from tests import rank_work, warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
 from trainer import distributed, identity, launch, machine
-from trainer.errors import Interrupted, LostRanks, TrainingError
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
+from common.errors import TrainingError
 from data import tokenizers
 from data.shards import Manifest, Shard, UnitRecord, chunk_checksums
 from data.tokens import TokenShards
@@ -18,7 +19,6 @@ from scripts import compare
 from scripts.runs import read_settings
 from tests.trainer.test_checkpoint import checkpoints, make, train_step
 from trainer import identity, safe_load, seal
-from trainer.errors import TrainingError
 from trainer.export import _losses
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings

@@ -27,9 +27,9 @@ from tqdm import tqdm
 
 import trainer.settings
 import trainer.step
+from common.errors import Interrupted, TrainingError
 from tests.cli import ROOT
 from trainer import distributed, launch
-from trainer.errors import Interrupted, TrainingError
 from trainer.interrupt import StopRequest
 from trainer.loop import train
 from trainer.run import Run

@@ -1,6 +1,7 @@
 """The training loop and what it needs.
 
-loop            read this first: a run from its settings to its weights; build: what it is made of
+loop            read this first: a run from its settings to its weights; run: what it is built of (build),
+                step: one optimizer step; events: what follows each step, in order
 start           weights or the checkpoint of another run to start from; callbacks: a user's own code
 settings        every setting, with its type; the command line; identity: which settings make a run what it is
 checks          settings against each other

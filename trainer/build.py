@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import model.config
+from common.errors import TrainingError, user_facing
 from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader
 from data.tokenizers import Tokenizer
@@ -14,7 +15,6 @@ from model.backends import Backend
 from model.llama import Llama
 from trainer.checks import Sizes, groups
 from trainer.distributed import Ranks
-from trainer.errors import TrainingError, user_facing
 from trainer.estimate import report_length
 from trainer.interrupt import StopRequest
 from trainer.settings import Settings

@@ -8,8 +8,8 @@ from typing import Any
 
 import hydra.utils
 
+from common.errors import Interrupted, SettingsError, TrainingError
 from model.llama import Llama
-from trainer.errors import Interrupted, SettingsError, TrainingError
 from trainer.run_directory import check_readable
 
 

@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from common.errors import TrainingError, explain
 from trainer import safe_load, seal
 from trainer.distributed import Ranks
-from trainer.errors import TrainingError, explain
 from trainer.seal import checkpoint_of, checkpoints_in, path_of
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import data.recipe
 import data.settings
 import data.tokenizers
 import model.config
-from trainer.errors import SettingsError
+from common.errors import SettingsError
 from trainer.machine import MEMORY_GIB, known_gpu
 from trainer.optimizer import OPTIMIZERS, decay_steps, learning_rate
 from trainer.settings import Settings, value_problems

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from common.errors import Interrupted, LostRanks, SettingsError, TrainingError
 from model.config import LlamaConfig, parameter_count
-from trainer.errors import Interrupted, LostRanks, SettingsError, TrainingError
 from trainer.settings import HardwareSettings
 
 T = TypeVar("T")

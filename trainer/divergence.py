@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from common.errors import TrainingError, first
 from trainer.distributed import CONTINUES, Ranks
-from trainer.errors import TrainingError, first
 from trainer.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

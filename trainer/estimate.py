@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
+from common.errors import TrainingError
 from data.recipe import training_texts
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
 from trainer.distributed import is_sharded
-from trainer.errors import TrainingError
 from trainer.machine import host_memory, matmul_flops, memory_of, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 

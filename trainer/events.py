@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from common.errors import Interrupted
 from data.loader import evaluation_batches, stack_sequences
 from model.config import flops_per_token
 from model.generate import generate
 from trainer import parallel
 from trainer.distributed import is_sharded
 from trainer.divergence import check_copies
-from trainer.errors import Interrupted
 from trainer.evaluate import described, validation_loss, validation_record
 from trainer.machine import peak_memory_gib
 from trainer.run import Run

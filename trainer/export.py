@@ -10,14 +10,14 @@ from torch import Tensor
 
 import data.huggingface_tokenizer
 import model.huggingface
-from data.files import write_text
+from common.errors import TrainingError, explain
+from common.files import write_text
 from data.mixture import whole_weights
 from data.recipe import training_texts
 from data.settings import MIXTURE, DataSettings
 from data.tokenizers import Tokenizer
 from model.config import parameter_count
 from model.llama import Llama
-from trainer.errors import TrainingError, explain
 from trainer.plot import plot_losses, plot_probe
 from trainer.redaction import redact
 from trainer.run_directory import RunDirectory, read_lines

@@ -11,8 +11,8 @@ from typing import Any, get_type_hints
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from data.command_line import escaped
-from data.files import read_bytes
+from common.files import read_bytes
+from common.overrides import escaped
 from model import backends
 from trainer.machine import software
 from trainer.redaction import redact

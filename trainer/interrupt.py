@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from trainer.errors import Interrupted
+from common.errors import Interrupted
 
 log = logging.getLogger(__name__)
 

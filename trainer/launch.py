@@ -25,9 +25,9 @@ import torch.multiprocessing
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from tqdm import tqdm
 
-from data.files import no_link
+from common.errors import Interrupted, TrainingError, explain
+from common.files import no_link
 from trainer.distributed import CONTINUES, RENDEZVOUS_FILE
-from trainer.errors import Interrupted, TrainingError, explain
 from trainer.interrupt import (
     SECOND,
     SWEEP_PID,

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 import torch._inductor.config
 
+from common.errors import TrainingError, explain
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, interrupt, parallel, step
 from trainer.checks import report_warmup
-from trainer.errors import TrainingError, explain
 from trainer.estimate import check_disk, check_memory, report_memory
 from trainer.events import AFTER_A_STEP, catch_up
 from trainer.export import draw, export, model_card

@@ -54,7 +54,7 @@ NEUTRAL = re.compile(r"NVIDIA|GeForce|SXM\d?|PCIe?|\d+GB|HBM\d", re.IGNORECASE)
 def software() -> dict[str, str | None]:
     """What a run is trained with: code, by commit and by a checksum of all its files, and packages."""
     checksum = 0
-    for folder in ("data", "model", "sagebwd", "trainer"):
+    for folder in ("common", "data", "model", "sagebwd", "trainer"):
         for file in sorted((ROOT / folder).rglob("*")):
             if file.suffix in (".py", ".cu", ".cuh"):
                 checksum = crc32(file.read_bytes(), checksum)

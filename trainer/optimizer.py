@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.errors import TrainingError
 from model.llama import Llama
-from trainer.errors import TrainingError
 from trainer.settings import OptimizerSettings
 
 log = logging.getLogger(__name__)

@@ -1,18 +1,14 @@
-"""Loss curves, and the probe's, as pictures; and how every picture looks.
-
-One meaning per colour, readable for colour-blind readers and in black and white. The colours are those of
-Okabe and Ito (2008). Styles also differ in marker, and in dashes and hatch except for the first two, which
-differ most in lightness.
-"""
+"""Loss curves, and the probe's, as pictures."""
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+
+from common.pictures import ATTENTION, BASELINE, CYCLE, LIMIT, Style, pyplot
 
 PROBED = {"o": "O", "dq": "dQ", "dk": "dK", "dv": "dV"}  # keys of metrics.jsonl, and the paper's names
 
@@ -22,69 +18,6 @@ _LAYER = re.compile(r"probe/layer_(\d+)/")
 _ATTENTION = re.compile(r"(?:^|[+ ])(?:attention[-=])?(\w+)(?=[+ ]|$)")
 
 Records = list[dict[str, Any]]  # of a metrics.jsonl
-
-
-class Style(NamedTuple):
-    """A colour, the dashes of a line, the marker of a point and the hatch of a bar."""
-
-    color: str
-    dashes: str | tuple[int, tuple[int, ...]]
-    marker: str
-    hatch: str = ""
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """The style as matplotlib's arguments of a line with markers."""
-        return {"color": self.color, "linestyle": self.dashes, "marker": self.marker}
-
-
-#: What is compared in most pictures; the keys are the names of ``configs/attention/``.
-ATTENTION = {
-    "fpa": Style("#000000", "-", "o"),
-    "sagebwd": Style("#0072B2", "-", "s"),
-    "sagebwd_paper": Style("#D55E00", "--", "^", "///"),
-    "sagebwd_consistent": Style("#009E73", "-.", "D", "\\\\\\"),
-    "sagebwd_accurate": Style("#CC79A7", ":", "v", "..."),
-    "sagebwd_strictly_causal": Style("#E69F00", (0, (5, 1, 1, 1)), "P", "xxx"),
-    "sagebwd_low_bias": Style("#56B4E9", (0, (1, 1)), "X", "oo"),
-    "sagebwd_int8_scores": Style("#8C564B", (0, (3, 1, 1, 1, 1, 1)), "<", "++"),
-}
-
-#: For anything else: matrix products, other libraries, runs that differ in something other than attention.
-CYCLE = (*ATTENTION.values(), Style("#888888", "--", "*", "ooo"))
-
-#: What a picture compares with, such as the error of 16-bit attention.
-BASELINE = "#888888"
-
-#: A limit that should not be exceeded.
-LIMIT = "#D55E00"
-
-
-@contextmanager
-def pyplot() -> Iterator[Any]:
-    """matplotlib.pyplot, set up for pictures that are written to files. Slow to import, so use it late."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    with plt.rc_context(
-        {
-            "figure.constrained_layout.use": True,  # nothing is cut off
-            "savefig.dpi": 150,
-            "axes.grid": True,
-            "grid.alpha": 0.3,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.titlesize": "medium",
-            "axes.titleweight": "bold",
-            "figure.titlesize": "medium",
-            "figure.titleweight": "bold",
-            "legend.frameon": False,
-            "legend.handlelength": 3.0,  # long enough to tell dashes apart
-        }
-    ):
-        yield plt
 
 
 # ------------------------------------------------------------------ losses

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data.files import write_text
+from common.errors import TrainingError, explain, first
+from common.files import write_text
 from trainer import interrupt
-from trainer.errors import TrainingError, explain, first
 from trainer.machine import find_commit
 from trainer.redaction import RedactingFormatter, redact
 from trainer.run_directory import RunDirectory, read_metrics

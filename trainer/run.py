@@ -14,13 +14,13 @@ from torch import Tensor
 
 import model.config
 import model.huggingface
+from common.errors import TrainingError, user_facing
 from trainer import build, identity, parallel, start
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
 from trainer.checks import sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, check_copies
-from trainer.errors import TrainingError, user_facing
 from trainer.evaluate import bytes_per_token
 from trainer.interrupt import StopRequest
 from trainer.machine import peak_tflops

@@ -21,10 +21,10 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data.files import no_link, read_bytes, write_text
+from common.errors import SettingsError, TrainingError, explain, user_facing
+from common.files import no_link, read_bytes, write_text
 from trainer import identity, seal
 from trainer.checks import LENGTH, steps_in_common
-from trainer.errors import SettingsError, TrainingError, explain, user_facing
 from trainer.machine import software
 from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from data.files import read_bytes
+from common.files import read_bytes
 
 FILE = "seal.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files

@@ -17,11 +17,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import MISSING, ListConfig, OmegaConf
 
-from data import command_line
+from common import overrides
+from common.errors import SettingsError
 from data.settings import DataSettings, options, register_options
 from model import backends
 from model.config import LlamaConfig
-from trainer.errors import SettingsError
 
 #: Length of a run that sets none: the paper's, 300,000 steps of tps=260k, 37,500 of tps=2.1m.
 PAPER_TOKENS = 78_643_200_000
@@ -280,20 +280,20 @@ def unresolved(overrides: ListConfig) -> list[str]:
 
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
-    groups = {folder.name: command_line.options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
+    groups = {folder.name: overrides.options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
     groups["data"] = options()
     del groups["paper"]  # the experiments of scripts.reproduce
-    parsed = command_line.check_or_exit(
+    parsed = overrides.check_or_exit(
         arguments, Settings, groups, program="python train.py", further=attention_settings()
     )
     for override in parsed:
-        if override.key_or_group == "hydra/launcher" and not command_line.has_search_path(parsed):
+        if override.key_or_group == "hydra/launcher" and not overrides.has_search_path(parsed):
             Plugins.instance()  # installed launchers add themselves to the store
             installed = {name.removesuffix(".yaml") for name in ConfigStore.instance().list("hydra/launcher")}
-            if "submitit_slurm" not in installed and "slurm" in command_line.chosen_options(override):
+            if "submitit_slurm" not in installed and "slurm" in overrides.chosen_options(override):
                 sys.exit(f"{override.input_line} needs hydra-submitit-launcher: pip install -e '.[slurm]'")
-            own = command_line.options_in(configs / "hydra" / "launcher")
-            command_line.check_option_or_exit(override, sorted({*installed, *own}))
+            own = overrides.options_in(configs / "hydra" / "launcher")
+            overrides.check_option_or_exit(override, sorted({*installed, *own}))
 
 
 def attention_settings() -> set[str]:

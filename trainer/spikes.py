@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.errors import first
+from common.errors import first
 from trainer.run_directory import RunDirectory, append_line
 from trainer.settings import SpikeSettings
 

@@ -13,12 +13,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 import model.config
 import model.huggingface
-from data.command_line import escaped
+from common.errors import SettingsError, TrainingError, explain
+from common.overrides import escaped
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity
 from model.config import LlamaConfig
 from trainer import identity, seal
-from trainer.errors import SettingsError, TrainingError, explain
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.seal import checkpoint_of, checkpoints_in, newest_step
 from trainer.settings import Settings

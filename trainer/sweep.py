@@ -32,9 +32,9 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
+from common.errors import TrainingError
 from trainer import distributed
 from trainer.checks import check
-from trainer.errors import TrainingError
 from trainer.estimate import describe
 from trainer.interrupt import exit_on_signals, say
 from trainer.launch import FINISHED, INTERRUPTED, Job, Outcome, run_all

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data.files import matching
+from common.files import matching
 from data.settings import DataSettings
 from data.sources import UNIT_BYTES, Batch, Source, Unit, check_column, usable
 

@@ -47,7 +47,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from data.files import write_json
+from common.files import write_json
+from common.terminal import command_parser, positive_int
 from sagebwd import SageConfig
 from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.measuring import describe_run, origin_of, read_line
@@ -72,7 +73,6 @@ from scripts.bench.tables import (
     to_markdown,
 )
 from scripts.bench.timing import measure_shape
-from scripts.command_line import command_parser, positive_int
 from scripts.output import SCRATCH, align, finite, number, with_ending, write_markdown, write_tables
 
 PROGRAM = "python -m scripts.bench.attention"

@@ -26,7 +26,8 @@ from typing import Any
 
 import torch
 
-from data.files import write_json
+from common.files import write_json
+from common.terminal import command_parser, positive_int
 from sagebwd import dispatch
 from scripts.bench import attention
 from scripts.bench.measuring import Monitor, describe_limits, describe_run, installed
@@ -34,7 +35,6 @@ from scripts.bench.registry import CONFIGS, PEERS, Implementation, Shape, find_i
 from scripts.bench.submissions import SCHEMA, SUBMITTED, check
 from scripts.bench.tables import FAILED, Row, draw, not_measured, overview, verdicts
 from scripts.bench.timing import draw_inputs, exact_result, measure_shape, try_out
-from scripts.command_line import command_parser, positive_int
 from scripts.output import SCRATCH, finite, with_ending, write_markdown
 from trainer.redaction import redact
 

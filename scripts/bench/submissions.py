@@ -12,9 +12,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from data.files import write_text
+from common.files import write_text
+from common.terminal import command_parser
 from scripts.bench.tables import DEFAULT, MODES, PASSED, Row, look_of, rows_of, verdicts
-from scripts.command_line import command_parser
 from scripts.output import align, number, read_result
 
 PROGRAM = "python -m scripts.bench.submissions"

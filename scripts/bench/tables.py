@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.pictures import ATTENTION
 from sagebwd.config import PRESETS
 from sagebwd.dispatch import architectures
 from scripts.bench.measuring import origin_of
 from scripts.bench.registry import CONFIGS, Shape
 from scripts.output import align, number, read_result, save_figure
-from trainer.plot import ATTENTION
 
 DEFAULT = "sagebwd"  # the name of rows of the default settings
 #: Each row has its speedup over these.

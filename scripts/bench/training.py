@@ -43,9 +43,9 @@ from typing import Any
 
 import torch
 
-from data.command_line import override
+from common.overrides import override
+from common.terminal import choose_device, command_parser, positive_int
 from scripts.bench.measuring import describe_run, origin_of
-from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.output import SCRATCH, align, number, with_ending, write_tables
 from trainer.launch import FINISHED, Job, Outcome, run_all
 from trainer.run_directory import RunDirectory, read_metrics

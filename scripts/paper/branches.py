@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scripts.command_line import command_parser
+from common.pictures import ATTENTION, BASELINE, CYCLE, Style, grid, legend_below
+from common.terminal import command_parser
 from scripts.output import read_json, save_figure, table, write_markdown
-from scripts.paper.pictures import grid, legend_below
 from scripts.paper.run_summary import stored_runs
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM
-from trainer.plot import ATTENTION, BASELINE, CYCLE, Style
 
 NULL = f"{FULL_PRECISION}, FlashAttention-2"
 WINDOW = 50  # steps that a point of a picture is the mean of

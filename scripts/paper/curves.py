@@ -22,8 +22,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from common.terminal import command_parser, positive_int
 from scripts.bench.measuring import describe_run
-from scripts.command_line import command_parser, positive_int
 from scripts.output import save_figure, with_ending, write_compressed
 from scripts.paper.experiments import items
 from scripts.paper.losses import compare, losses_table

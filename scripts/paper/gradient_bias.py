@@ -44,11 +44,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from tqdm import tqdm
 
+from common.terminal import choose_device, command_parser, positive_int
 from model.backends import AttentionFn
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
 from scripts.bench.measuring import describe_run
-from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.paper.gradient_bias_estimates import (
     Grams,
     estimate_gradient,

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from common.statistics import quantile
 from scripts.output import finite
-from scripts.paper.statistics import quantile
 
 DIGITS = 4  # significant ones, in the JSON
 

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from common import pictures
+from common.pictures import CYCLE, Style
 from scripts.bench.measuring import origin_of
 from scripts.output import align, number, save_figure, with_ending, write_compressed, write_markdown
-from scripts.paper import pictures
-from trainer.plot import CYCLE, Style
+from scripts.paper.pictures import styles
 
 CONTROL = "control"  # full precision with another kernel
 
@@ -339,7 +340,7 @@ def draw_progress(axes: Any, rows: list[Row]) -> None:
 
 def drawn(rows: list[Row]) -> list[tuple[str, Style]]:
     """The settings with a line, and how it looks."""
-    looks = pictures.styles(LINES)
+    looks = styles(LINES)
     return [(setting, looks[setting]) for setting in settings_of(rows) if setting in LINES]
 
 

@@ -38,13 +38,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from common.terminal import choose_device, command_parser, positive_int
 from data.loader import stack_sequences
 from data.tokens import count_sequences
 from model import backends
 from model.backends import FULL_PRECISION, Backend
 from sagebwd import SageConfig
 from scripts.bench.measuring import describe_run
-from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.output import save_figure, with_ending, write_compressed, write_markdown
 from scripts.paper import intermediates
 from scripts.paper import published as paper

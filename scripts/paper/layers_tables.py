@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from common import pictures
+from common.pictures import CYCLE
 from scripts.bench.measuring import origin_of
 from scripts.output import align
-from scripts.paper import intermediates, pictures
+from scripts.paper import intermediates
 from scripts.paper import published as paper
-from trainer.plot import CYCLE, PROBED
+from scripts.paper.pictures import styles
+from trainer.plot import PROBED
 
 #: The variants of Table 2 and of the picture of all layers.
 MAIN_VARIANTS = ("paper", "default")
@@ -147,7 +150,7 @@ def draw_layers(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Row]) -> A
     for name, run in runs.items():
         groups.setdefault(title_of(run), []).append(name)
     figure, panels = pictures.grid(len(groups), 4, width=2.7, height=2.1, sharex="row", sharey="row")
-    looks = pictures.styles(MAIN_VARIANTS)
+    looks = styles(MAIN_VARIANTS)
     shown: dict[str, Any] = {}
     for line, (title, names) in zip(panels, groups.items(), strict=True):
         for axes, (tensor, tensor_title) in zip(line, PROBED.items(), strict=True):
@@ -203,7 +206,7 @@ def draw_smoothing(rows: Sequence[Row]) -> Any:
     figure, panels = pictures.grid(1, 2, width=4.5, height=1.6 + 0.25 * len(runs), sharey=True)
     looks = {
         "smooth-none": CYCLE[-1],
-        "default": pictures.styles(["default"])["default"],
+        "default": styles(["default"])["default"],
         "smooth-qk": CYCLE[5],
     }
     for axes, tensor in zip(panels[0], ("dq", "dk"), strict=True):

@@ -21,24 +21,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from data.files import write_json, write_text
+from common.files import write_json, write_text
+from common.statistics import Cell, by_seed, difference_of, fit, permutation_p, quantile
+from common.terminal import command_parser
 from scripts.bench.measuring import describe_run
-from scripts.command_line import command_parser
 from scripts.output import finite, read_json, stored, table, with_ending
+from scripts.paper.differences import Difference, Row, of_one_code, read_rows
 from scripts.paper.experiments import read_yaml
 from scripts.paper.run_summary import stored_runs, validation_losses
-from scripts.paper.statistics import (
-    Cell,
-    Difference,
-    Row,
-    by_seed,
-    difference_of,
-    fit,
-    of_one_code,
-    permutation_p,
-    quantile,
-    read_rows,
-)
 from scripts.paper.variants import FULL_PRECISION, base_of, is_null
 
 PROGRAM = "python -m scripts.paper.losses"

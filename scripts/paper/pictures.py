@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from common.pictures import ATTENTION, BASELINE, CYCLE, Style, grid, legend_below
 from scripts.paper.variants import NO_QK_NORM, base_of, is_null
-from trainer.plot import ATTENTION, BASELINE, CYCLE, Style
 
 POINTS = 100  # of a drawn curve
 #: Names in tables and files: those of configs/attention/.
@@ -37,37 +37,12 @@ def config_name(name: str) -> str:
     return CONFIG_NAMES.get(name, f"sagebwd_{short}")
 
 
-def grid(rows: int, columns: int, *, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    """A figure and its rows × columns of axes; width and height: inches of each."""
-    import matplotlib  # slow to import; only needed for pictures
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    return figure, figure.subplots(rows, columns, squeeze=False, **options)
-
-
-def log_axis(axis: Any) -> None:
-    """A logarithmic axis (axes.xaxis or axes.yaxis) with plain numbers: 0.01, 0.02, 0.05."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
-
-
 def tokens_axis(axes: Any) -> None:
     """Tokens seen, as 10M."""
     from matplotlib.ticker import EngFormatter
 
     axes.set_xlabel("tokens")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-
-
-def legend_below(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 4) -> None:
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
 
 
 # --- Curves -------------------------------------------------------------------------------------------------

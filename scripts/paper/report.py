@@ -17,14 +17,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from data.files import write_text
-from scripts.command_line import command_parser
+from common.files import write_text
+from common.terminal import command_parser
 from scripts.output import number, read_json, table
 from scripts.paper import branches
 from scripts.paper import published as paper
+from scripts.paper.differences import Row, read_rows
 from scripts.paper.gradient_bias_tables import count, decimal
 from scripts.paper.run_summary import stored_runs
-from scripts.paper.statistics import Row, read_rows
 from scripts.paper.table1 import TENSORS, TITLES
 from scripts.paper.variants import FULL_PRECISION, SAGE
 from trainer.plot import PROBED

@@ -30,16 +30,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.files import write_json
+from common import pictures
+from common.files import write_json
+from common.pictures import Style
+from common.terminal import choose_device, command_parser, positive_int
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
 from scripts.bench.measuring import describe_run
-from scripts.command_line import choose_device, command_parser, positive_int
 from scripts.output import save_figure
-from scripts.paper import pictures
+from scripts.paper.pictures import styles
 from scripts.paper.published import TABLE_1
-from trainer.plot import Style
 
 PROGRAM = "python -m scripts.paper.table1"
 
@@ -200,7 +201,7 @@ def settings_of(config: SageConfig, head_dim: int) -> dict:
 def draw(rows: list[dict]) -> Any:
     """Relative L2 over σ, a panel for each tensor and a line for each variant."""
     figure, panels = pictures.grid(1, len(TITLES), width=2.7, height=3.2, sharey=True)
-    looks = pictures.styles(tuple(VARIANTS)) | {"paper": PAPER_STYLE}
+    looks = styles(tuple(VARIANTS)) | {"paper": PAPER_STYLE}
     for axes, (tensor, title) in zip(panels[0], TITLES.items(), strict=True):
         for variant, label in LABELS.items():
             points = [(row["sigma"], row[tensor][1]) for row in rows if row["variant"] == variant]

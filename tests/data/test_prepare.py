@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from data import files, sources, workers
+from common import files
+from data import sources, workers
 from data.prepare import PrepareSettings, run, tasks
 from data.prepare import prepare as prepare_recipe
 from data.recipe import Recipe

@@ -18,8 +18,8 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.files import matching
 from data import sources
-from data.files import matching
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.sources import jsonl, parquet, stdlib, text
@@ -302,7 +302,7 @@ def test_a_compressed_file_is_called_so_whatever_its_name(tmp_path, source):
 
 def test_a_source_is_one_file(tmp_path):
     """That of docs/extending.md, as it stands there."""
-    for folder in ("data", "configs/data"):
+    for folder in ("common", "data", "configs/data"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "configs" / "prepare.yaml", tmp_path / "configs")
     shutil.copytree(ROOT / "configs" / "hydra", tmp_path / "configs" / "hydra")

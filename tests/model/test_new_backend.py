@@ -46,7 +46,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from model import backends
 from trainer import settings
-from trainer.errors import TrainingError
+from common.errors import TrainingError
 from trainer.loop import train
 
 folder, runs, groups = json.loads(sys.argv[1])

@@ -14,13 +14,13 @@ import pytest
 import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from common.errors import Interrupted
 from scripts import reproduce
 from scripts.output import read_json
 from scripts.paper.experiments import COMMON, SCALES, duration_in_words, find, items, read_yaml
 from tests.cli import ROOT
 from tests.processes import wait_until
 from trainer.checks import check
-from trainer.errors import Interrupted
 from trainer.launch import FAILED, FINISHED, Outcome
 from trainer.run_directory import RunDirectory
 

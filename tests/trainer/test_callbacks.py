@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import SettingsError, TrainingError
 from scripts import evaluate
 from tests import warm
 from tests.cli import assert_same_run, metrics
 from trainer import seal
 from trainer.callbacks import Callback
-from trainer.errors import SettingsError, TrainingError
 
 CALLS = []
 HERE = f"{__name__}."

@@ -18,13 +18,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from common.errors import TrainingError
 from tests import warm
 from tests.cli import flip
 from trainer import seal
 from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
-from trainer.errors import TrainingError
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FULL_DISK = r"step 2 .*the disk is full"

@@ -8,11 +8,11 @@ import pytest
 import torch
 import yaml
 
+from common.errors import SettingsError
 from model.backends.sagebwd import PRESETS
 from sagebwd import SageConfig
 from trainer.checks import Sizes, check, report_warmup
 from trainer.distributed import is_sharded
-from trainer.errors import SettingsError
 from trainer.optimizer import learning_rate
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -18,7 +18,7 @@ SHORT = ("steps=8", "sample_tokens=0")
 INTERRUPTED_SWEEP = """
 import os, sys, train
 from trainer import settings, sweep
-from trainer.errors import Interrupted
+from common.errors import Interrupted
 
 def run(run_settings):
     with open("started", "a") as file:

@@ -12,6 +12,7 @@ import torch._dynamo.testing
 import torch.nn.functional as F
 import yaml
 
+from common.errors import SettingsError, TrainingError
 from data.loader import evaluation_batches, stack_sequences
 from data.tokens import TokenShards
 from model import backends
@@ -20,7 +21,6 @@ from model.llama import Llama
 from sagebwd.metrics import relative_l2
 from tests.cli import losses, metrics
 from trainer.checks import check
-from trainer.errors import SettingsError, TrainingError
 from trainer.probe import capture, errors, exact_layer
 
 END, CONTEXT = 60, 12

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common.errors import TrainingError
 from data.corpus import open_corpus
 from model.llama import Llama
 from tests import warm
@@ -15,7 +16,6 @@ from train import run
 from trainer import build, estimate, machine
 from trainer.checks import check
 from trainer.distributed import Ranks
-from trainer.errors import TrainingError
 from trainer.estimate import (
     ASSUMED_MFU,
     MARGIN,

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import SettingsError
 from data.settings import DataSettings
 from scripts.runs import read_settings
 from trainer import identity
-from trainer.errors import SettingsError
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 

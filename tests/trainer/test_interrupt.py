@@ -12,10 +12,10 @@ import time
 
 import pytest
 
+from common.errors import Interrupted
 from data.tokenizers import Bytes
 from tests import warm
 from tests.cli import ROOT
-from trainer.errors import Interrupted
 from trainer.interrupt import StopRequest
 
 SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import Interrupted, TrainingError
 from tests import warm
 from tests.cli import assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
 from trainer import launch
-from trainer.errors import Interrupted, TrainingError
 from trainer.loop import train
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings

@@ -11,9 +11,9 @@ import tokenizers
 import torch
 import torch._inductor.config
 
+from common.errors import TrainingError
 from tests.cli import losses
 from trainer import loop, parallel, run
-from trainer.errors import TrainingError
 from trainer.loop import make_deterministic, with_user_facing_errors
 from trainer.run_directory import read_metrics
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import get_wsd_schedule
 
+from common.errors import TrainingError
 from model.config import LlamaConfig
 from model.llama import Llama
 from trainer.distributed import Ranks
 from trainer.divergence import names_not_finite, not_finite
-from trainer.errors import TrainingError
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.settings import OptimizerSettings
 

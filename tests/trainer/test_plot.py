@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from trainer.plot import ATTENTION, CYCLE, LINES, plot_losses, plot_probe, series, smooth
+from common.pictures import ATTENTION, CYCLE
+from trainer.plot import LINES, plot_losses, plot_probe, series, smooth
 
 BLACK, BLUE = (0, 0, 0), (0, 114, 178)  # of the first and second line
 

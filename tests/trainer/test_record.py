@@ -9,7 +9,7 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from trainer.errors import TrainingError
+from common.errors import TrainingError
 from trainer.record import Record, Stopwatch, TensorBoard, logged_steps, warn_of_holes
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
-from data.files import write_text
+from common.errors import TrainingError
+from common.files import write_text
 from data.settings import DataSettings
 from trainer import identity, seal
-from trainer.errors import TrainingError
 from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
 from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
 

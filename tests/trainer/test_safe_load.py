@@ -11,10 +11,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from common.errors import TrainingError
 from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
 from trainer import seal
 from trainer.checkpoint import load_alone, load_weights
-from trainer.errors import TrainingError
 from trainer.safe_load import read_metadata
 
 

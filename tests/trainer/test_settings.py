@@ -5,7 +5,7 @@ import pytest
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from data.command_line import comments_in, setting_hints
+from common.overrides import comments_in, setting_hints
 from trainer.run_directory import default_name
 from trainer.settings import Settings, attention_settings, check_or_exit, unresolved
 

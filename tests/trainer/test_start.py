@@ -10,12 +10,12 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
+from common.errors import SettingsError, TrainingError
 from tests.cli import assert_same_weights, flip, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
 from trainer import seal, settings, sweep
 from trainer.checks import check
-from trainer.errors import SettingsError, TrainingError
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, append_line
 from trainer.start import inherited

@@ -33,7 +33,11 @@ def test_it_comes_before_torch():
             r"^ *(?:from|import) (\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE
         )
 
-    ours = {"torch", "data", "model", "sagebwd", "trainer", "scripts"}
+    ours = {"torch", "data", "model", "sagebwd", "trainer", "scripts", "common"}
     names = [name for name in imported("train.py") if name in ours]
-    assert names[:2] == ["trainer", "data"]
-    assert not ours & {*imported("trainer/__init__.py"), *imported("data/__init__.py")}
+    assert names[:2] == ["trainer", "common"]
+    assert not ours & {
+        *imported("trainer/__init__.py"),
+        *imported("common/__init__.py"),
+        *imported("common/errors.py"),
+    }

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common.errors import SettingsError, TrainingError
 from data.corpus import ValidationSet
 from scripts import show_batch
 from trainer.checks import check
-from trainer.errors import SettingsError, TrainingError
 from trainer.evaluate import described, validation_record
 from trainer.export import model_card
 from trainer.run_directory import read_metrics

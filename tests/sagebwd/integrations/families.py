@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from data.files import read_json
+from common.files import read_json
 
 RESULTS = read_json(Path(__file__).parents[3] / "results/accuracy/integrations.json")
 

@@ -1,9 +1,16 @@
-"""Errors that a user can fix: shown as a message, without a traceback."""
+"""Errors that a user can fix, shown without a traceback. Imports nothing that has to be installed."""
+
+from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FIX = f"not installed for {sys.executable}; activate an environment (. .venv/bin/activate), or see README.md"
 
 
 class TrainingError(Exception):
@@ -49,3 +56,23 @@ def explain(error: OSError) -> str:
 def first(items: Sequence[Any]) -> str:
     """The items for a message, six at most."""
     return ", ".join(map(str, items[:6])) + (", …" if len(items) > 6 else "")
+
+
+def hide_tracebacks() -> None:
+    """From now on a missing package takes one line, and a Ctrl-C that nothing handles none.
+
+    For a command, before its other imports: they take seconds, or fail. Ends it if Python is too old. After a
+    Ctrl-C Python ends as by SIGINT, 130 in a shell.
+    """
+    if sys.version_info < (3, 10):  # noqa: UP036
+        version = sys.version.partition(" ")[0]
+        sys.exit(f"Python 3.10 or newer is needed, {sys.executable} is {version}; see README.md")
+    previous = sys.excepthook
+
+    def excepthook(kind, error, trace):
+        if kind is ModuleNotFoundError and error.name and not (ROOT / error.name.partition(".")[0]).exists():
+            print(f"{error}: {FIX}", file=sys.stderr)
+        elif not issubclass(kind, KeyboardInterrupt):
+            previous(kind, error, trace)
+
+    sys.excepthook = excepthook

@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from data.command_line import override, readable
+from common.overrides import override, readable
 
 PARSER = OverridesParser.create()
 

@@ -6,16 +6,8 @@ from statistics import stdev
 import numpy as np
 import pytest
 
-from scripts.paper.statistics import (
-    Cell,
-    Estimate,
-    by_seed,
-    difference_of,
-    fit,
-    of_one_code,
-    permutation_p,
-    quantile,
-)
+from common.statistics import Cell, Estimate, by_seed, difference_of, fit, permutation_p, quantile
+from scripts.paper.differences import of_one_code
 
 
 def cells(losses):
