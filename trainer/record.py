@@ -159,7 +159,7 @@ def log_to(file: Path | None) -> None:
     for handler in handlers:
         handler.setFormatter(RedactingFormatter("%(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    for package in ("trainer", "model", "data", "sagebwd"):  # not those of other libraries
+    for package in ("trainer", "model", "data", "common", "sagebwd"):  # not those of other libraries
         logging.getLogger(package).setLevel(logging.WARNING if file is None else logging.INFO)
 
 
