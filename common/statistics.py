@@ -25,6 +25,11 @@ NORMAL = 1.96
 DEGREES_OF_95 = 4
 
 
+def last_tenth(losses: np.ndarray) -> np.ndarray:
+    """The end of a curve, whose mean is the loss of a run: of fewer than twenty values the last."""
+    return losses[-max(len(losses) // 10, 1) :]
+
+
 class Cell(NamedTuple):
     """The loss of a run."""
 

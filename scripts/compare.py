@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.statistics import Cell, Estimate, fit
+from common.statistics import Cell, Estimate, fit, last_tenth
 from common.terminal import command_parser
 from model import backends
 from scripts.output import align, number, printable
@@ -190,7 +190,7 @@ def losses_in(records: Records) -> dict[str, float]:
 
 def end_of(column: str, losses: np.ndarray) -> float:
     """The last loss, of training the mean over the last tenth."""
-    return losses[-max(len(losses) // 10, 1) :].mean() if column == TRAINING else losses[-1]
+    return last_tenth(losses).mean() if column == TRAINING else losses[-1]
 
 
 def last_of(records: Records, key: str) -> float | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common.statistics import last_tenth
 from model.config import LlamaConfig, parameter_count
 from scripts.output import read_json
 from scripts.paper.variants import variant_of
@@ -87,7 +88,7 @@ def mean_loss(steps: list[int], losses: np.ndarray, window: Window) -> float | N
     if window:
         losses = losses[[window[0] <= step <= window[1] for step in steps]]
     else:
-        losses = losses[-max(len(losses) // 10, 1) :]
+        losses = last_tenth(losses)
     return float(losses.mean()) if len(losses) else None
 
 
