@@ -85,10 +85,7 @@ def read_run(path: Path, window: Window = None, text: str | None = None) -> dict
 
 def mean_loss(steps: list[int], losses: np.ndarray, window: Window) -> float | None:
     """Mean training loss of the window, or of the last tenth of the logged steps; None without any."""
-    if window:
-        losses = losses[[window[0] <= step <= window[1] for step in steps]]
-    else:
-        losses = last_tenth(losses)
+    losses = losses[[window[0] <= step <= window[1] for step in steps]] if window else last_tenth(losses)
     return float(losses.mean()) if len(losses) else None
 
 
