@@ -455,7 +455,7 @@ _ON_CPU = {
     "poisoned_tokens": (0, 70, 139),
     "short": (65, 130),
     "examples": 0,
-    "agrees_to": 5e-4,
+    "agrees_to": 2e-4,
 }
 EMULATED = (replace(HOPPER, **_ON_CPU), replace(AMPERE, **_ON_CPU))
 
