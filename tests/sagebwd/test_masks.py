@@ -209,12 +209,15 @@ def test_a_window_over_holes_is_refused(sample, compiled, window_size):
     inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
     mask = torch.ones_like(MASK)
     mask[0, 20] = mask[1, :5] = False
-    arguments = {"key_padding_mask": mask, "window_size": window_size, "enable_gqa": True}
-    with pytest.raises(ValueError, match="holes"):
-        sage_attention(*inputs[:3], **arguments)
-    out = compiled(sage_attention)(*inputs[:3], **arguments)
-    assert out[0].isnan().all()
-    assert out[1:].isfinite().all()
+    additive = torch.where(mask, 0.0, -torch.inf)[:, None, None]
+    attend = compiled(sage_attention)
+    for of_kind in ({"key_padding_mask": mask}, {"attn_mask": additive}):
+        arguments = {**of_kind, "window_size": window_size, "enable_gqa": True}
+        with pytest.raises(ValueError, match="holes"):
+            sage_attention(*inputs[:3], **arguments)
+        out = attend(*inputs[:3], **arguments)
+        assert out[0].isnan().all()
+        assert out[1:].isfinite().all()
 
 
 X = torch.ones(2, 4, 8, 16)
@@ -248,7 +251,6 @@ def test_refuses_with_the_fix(arguments, message):
 def test_refuses_combinations():
     with pytest.raises(ValueError, match="cu_seqlens is given together with a mask; leave the hidden tokens"):
         sage_attention(X[:1], X[:1], X[:1], key_padding_mask=KEYS[:1], cu_seqlens=torch.tensor([0, 8]))
-    with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
-        sage_attention(X[:, :, :5], X, X, is_causal=True, key_padding_mask=KEYS)
-    with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
-        sage_attention(X[:, :, :5], X, X, window_size=(2, 2), key_padding_mask=KEYS)
+    for mask in ({"is_causal": True}, {"window_size": (2, 2)}, {"window_size": (20, 20)}):
+        with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
+            sage_attention(X[:, :, :5], X, X, key_padding_mask=KEYS, **mask)

@@ -22,7 +22,7 @@ from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, dra
 aten = torch.ops.aten
 EXACT = SageConfig(int8_matmuls=())
 #: K is smoothed where an INT8 product takes it, so that the logsumexp is not that of the plain logits.
-SMOOTHED = SageConfig(int8_matmuls=("dk",))
+SMOOTHED = SageConfig(int8_matmuls=("dv", "dk"))
 #: Before torch 2.12 torch's function for packed sequences has no groups of heads.
 HAS_GROUPS = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 VARLEN_KV_HEADS, VARLEN_GROUPS = (2, {"enable_gqa": True}) if HAS_GROUPS else (4, {})
@@ -80,7 +80,7 @@ def test_the_dense_operator_counts_from_the_bottom_right(override, lengths):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0)], ids=str)
 def test_packed_sequences_by_torchs_own_function(override, window, is_same):
     override()
-    cuts, cuts_kv = [0, 3, 7, 12], [0, 3, 7, 12] if is_same else [0, 1, 9, 14]
+    cuts, cuts_kv = [0, 3, 7, 12], [0, 3, 7, 12] if is_same else [0, 1, 41, 46]
     boundaries = torch.tensor(cuts, dtype=torch.int32)
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
     value_dim = 8 if is_same else 6  # as of multi-head latent attention
@@ -89,11 +89,11 @@ def test_packed_sequences_by_torchs_own_function(override, window, is_same):
     for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
         mask[a:b, c:d] = is_seen(b - a, d - c, window)
     truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
-    arguments = (*leaves, boundaries, boundaries_kv, 5, 8)
+    arguments = (*leaves, boundaries, boundaries_kv, 5, 40)
     settings = {"window_size": window, **VARLEN_GROUPS}
     out, lse = varlen.varlen_attn(*arguments, return_aux=varlen.AuxRequest(lse=True), **settings)
     torch.testing.assert_close(lse, true_lse[0].float())
-    assert_same(out, truth[0], leaves, window, bound=0.02)
+    assert_same(out, truth[0], leaves, window, bound=0.01)  # no P in slots without a query
     into = torch.full_like(out, torch.nan)
     with torch.no_grad():
         varlen.varlen_attn_out(into, *arguments, **settings)

@@ -238,7 +238,7 @@ def assert_same(kernel_set) -> Callable[..., None]:
     """Assert that relative L2 is below ``agrees_to`` and no element further off than one step of INT8.
 
     INT8 itself costs 0.02; a wrong scale, tile or mask would cost as much or more. Largest measured on a CPU:
-    3e-4 and 0.2 steps, with scales of tiles 9e-4 and 0.9.
+    2e-4 and 0.2 steps, with scales of tiles 9e-4 and 0.9.
 
     A GPU is allowed one element more: its 1/127 is off by up to 2 ulp, so that now and then an element of Q,
     K, V or dO falls to the other side. That one is off by a step where all n are by √(1/12) of one, at
@@ -273,7 +273,7 @@ def assert_same(kernel_set) -> Callable[..., None]:
 
 
 @pytest.fixture
-def check(kernels, attend_reference, assert_same) -> Callable[..., dict[str, Tensor]]:
+def check(kernels, kernel_set, attend_reference, assert_same) -> Callable[..., dict[str, Tensor]]:
     """Assert that the kernels give on CPU inputs what the reference does; return their result.
 
     Gradients are compared with what the reference makes of the kernels' O. fp16 rounds few elements of it
@@ -291,7 +291,8 @@ def check(kernels, attend_reference, assert_same) -> Callable[..., dict[str, Ten
         found = kernels(*inputs, config=config, **settings)
         saved_out = None if config.compensate_o else found["out"]
         wanted = attend_reference(*inputs, config=config, saved_out=saved_out, **settings)
-        assert_same(found, wanted, names, slack=2.0 if config.granularity == "block" else 1.0)
+        of_tiles = 5.0 if kernel_set.is_emulated else 2.0
+        assert_same(found, wanted, names, slack=of_tiles if config.granularity == "block" else 1.0)
         return found
 
     return check

@@ -327,13 +327,8 @@ HOPPER = KernelSet(
     all_head_dims=(40, 48, 56, 72, 80, 96, 104, 120),
     heads=(2, 1),
     tokens=140,
-    poisoned_tokens=(
-        0,
-        40,
-        69,
-        130,
-        139,
-    ),  # both blocks of 64 queries that share a tile of 128 keys, the next
+    # Both blocks of 64 queries that share a tile of 128 keys, the next.
+    poisoned_tokens=(0, 40, 69, 130, 139),
     short=(130, 200),
     # Around blocks of 64 queries, work tiles of 128 and 192, blocks of 128 keys.
     lengths=(
@@ -455,7 +450,7 @@ _ON_CPU = {
     "poisoned_tokens": (0, 70, 139),
     "short": (65, 130),
     "examples": 0,
-    "agrees_to": 5e-4,
+    "agrees_to": 2e-4,
 }
 EMULATED = (replace(HOPPER, **_ON_CPU), replace(AMPERE, **_ON_CPU))
 

@@ -36,8 +36,8 @@ OTHER_KEYS = (65, 1, 129, 5, 0, 70)
 #: Where tiles are of 64 queries and 128 keys, or of 128 and 64. Their first queries and keys are multiples of
 #: 64. So with 65 the first key that a query sees ends a tile, or the last query that sees a key begins one;
 #: with 1 the last key that a query sees begins a tile; with 62 and 126 the first query of a tile does not see
-#: the last key of another, and 127 is the same on the left.
-EDGES = ({"window_size": (65, 1)}, {"window_size": (127, 62)}, {"window_size": (126, 126)})
+#: the last key of another, and 127 is the same on the left, where 62 and 126 hide one key of a tile.
+EDGES = [{"window_size": window} for window in ((65, 1), (127, 62), (126, 126), (62, -1))]
 
 #: name: (settings, head size, queries, keys, mask); lengths of documents, or of the sequences
 CASES = {
@@ -57,18 +57,18 @@ CASES = {
     "consistent, packed": (CONSISTENT, 40, DOCUMENTS, DOCUMENTS, CAUSAL),
     "consistent, window": (CONSISTENT, 64, 200, 200, EDGES[1]),
     "int8_scores": (SageConfig.int8_scores(), 64, 190, 190, CAUSAL),
-    "int8_scores, packed, window": (SageConfig.int8_scores(), 64, DOCUMENTS, OTHER_KEYS, EDGES[0]),
+    "int8_scores, packed, window": (SageConfig.int8_scores(), 64, DOCUMENTS, OTHER_KEYS, EDGES[3]),
     "16-bit dQ": (without_int8("dq", unsigned_p=True), 128, 70, 260, {}),
     "paper": (PAPER, 64, 190, 190, CAUSAL),
     "tile scales, other keys": (TILE_SCALES, 128, DOCUMENTS, OTHER_KEYS, {}),
-    "tile scales, window": (TILE_SCALES, 64, 260, 150, EDGES[0]),
+    "tile scales, window": (TILE_SCALES, 64, 260, 150, EDGES[3]),
     "strictly causal": (STRICT, 64, 130, 130, CAUSAL),
     "strictly causal, packed, window": (STRICT, 72, DOCUMENTS, DOCUMENTS, EDGES[0]),
     "token scales": (TOKEN_SCALES, 128, 70, 190, {}),
     "accurate": (ACCURATE, 64, 130, 130, CAUSAL),
     "16-bit S, packed, window": (S_IN_16_BIT, 64, DOCUMENTS, DOCUMENTS, EDGES[1]),
     "dP in fp16": (DP_IN_FP16, 64, 190, 190, CAUSAL),
-    "dP in fp16, packed, window": (replace(DP_IN_FP16, unsigned_p=True), 72, DOCUMENTS, DOCUMENTS, EDGES[0]),
+    "dP in fp16, packed, window": (replace(DP_IN_FP16, unsigned_p=True), 72, DOCUMENTS, DOCUMENTS, EDGES[3]),
     "dP in fp16, tile scales": (PAPER_IN_FP16, 128, DOCUMENTS, OTHER_KEYS, {}),
     "dP in fp16, tile scales, 32 channels": (PAPER_IN_FP16, 32, 130, 130, CAUSAL),
     "dP in fp16, 16-bit S": (replace(DP_IN_FP16, **S_IN_16_BIT_OF_BLOCKS), 64, 130, 70, {}),
@@ -85,7 +85,7 @@ FEW_CASES = {
         SageConfig(smooth_q=True, smooth_v=True, **SMALL), 32, (1, 33, 7), (5, 32, 3), CAUSAL,
     ),
     "paper, packed, window": (
-        replace(PAPER, smooth_v=True, **SMALL), 32, (34, 7), (34, 7), {"window_size": (30, 30)},
+        replace(PAPER, smooth_v=True, **SMALL), 32, (34, 7), (3, 7), {"window_size": (30, 30)},
     ),
     "token scales, packed": (replace(TOKEN_SCALES, smooth_q=True, **SMALL), 40, (33, 0, 9), (33, 0, 9), {}),
     "consistent, more queries": (replace(CONSISTENT, **SMALL), 32, 70, 34, {"window_size": (36, -1)}),
