@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 from sagebwd import SageConfig, dispatch, sage_attention
-from sagebwd.integrations import torch_flash
+from sagebwd.integrations import flash_attn, torch_flash
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.hand_written import assert_trains_as
 from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, draw, is_seen, truth_of
@@ -181,10 +181,14 @@ def test_operators_refuse_by_name(override):
         aten._flash_attention_forward(x, x, x, boundaries, None, 5, 5, 0.0, False, False)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's in Triton's interpreter: the logarithm of 0
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["one document", "packed"])
 def test_the_backward_gets_the_mean_of_k(override, kernels, is_packed, monkeypatch):
-    """Gradients are those of sage_attention, to the rounding of the logsumexp's change of base and back."""
+    """Gradients are those of sage_attention, to the rounding of the logsumexp's change of base and back.
+
+    Packed: more queries than keys, no query, and fewer, which leaves slots without a query.
+    """
     if kernels == "triton":
         pytest.importorskip("triton")
     choose = dispatch.choose
@@ -192,20 +196,22 @@ def test_the_backward_gets_the_mean_of_k(override, kernels, is_packed, monkeypat
     dtype = torch.float32 if kernels == "reference" else torch.float16
     q, k, v = (x.detach().to(dtype) for x in draw(*3 * [(1, 2, 21, 32)]))
     q, k, v = (x.requires_grad_() for x in (q, k + 9, v))
-    config, cuts = SageConfig(block_q=32, block_kv=32), torch.tensor([0, 9, 9, 21]) if is_packed else None
-    expected = sage_attention(q, k, v, is_causal=True, cu_seqlens=cuts, config=config)
+    config = SageConfig(block_q=32, block_kv=32)
     override(config)
     if is_packed:
-        tokens_first = (x[0].transpose(0, 1) for x in (q, k, v))
-        found = varlen.varlen_attn(*tokens_first, cuts, cuts, 12, 12, window_size=(-1, 0))
-        found = found.transpose(0, 1)[None]
+        boundaries = torch.tensor([[0, 9, 9, 21], [0, 2, 7, 21]])
+        packed = (*(x[0].transpose(0, 1) for x in (q, k, v)), *boundaries, 12, 14)
+        expected = flash_attn.flash_attn_varlen_func(*packed, causal=True, config=config)
+        found = varlen.varlen_attn(*packed, window_size=(-1, 0))
     else:
+        expected = sage_attention(q, k, v, is_causal=True, config=config)
         found, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
     assert torch.equal(found, expected)
     grad_out = torch.randn_like(expected)
     gradients = (torch.autograd.grad(out, [q, k, v], grad_out) for out in (found, expected))
     for x, y in zip(*gradients, strict=True):
-        assert relative_l2(x, y) < 2e-3  # one step of INT8 here and there
+        # One step of INT8 here and there; slots have no P here, which would set a scale of dV.
+        assert relative_l2(x, y) < (1e-2 if is_packed else 2e-3)
 
 
 # --- torch's registry --------------------------------------------------------------------------------------

@@ -77,6 +77,20 @@ def few_values(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tenso
     return tuple(x.sign() for x in (q, k, v, grad_out))
 
 
+def tiny_grad_out(q, k, v, grad_out):
+    return q, k, v, 2.0**-20 * grad_out
+
+
+def rows_far_apart(q, k, v, grad_out):
+    grad_out[..., ::2, :] *= 2.0**-20
+    return q, k, v, grad_out
+
+
+def outlier_value(q, k, v, grad_out):
+    v[..., 70, :] *= 1000
+    return q, k, v, grad_out
+
+
 #: Functions of q, k, v, dO that make them hard to quantize.
 HARD_VALUES = (outlier_channel, outlier_tokens, common_mean, sizes_far_apart, few_values)
 

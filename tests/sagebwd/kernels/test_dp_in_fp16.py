@@ -12,29 +12,13 @@ import torch
 
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.kernels.inputs import assert_bit_equal
+from tests.sagebwd.kernels.inputs import assert_bit_equal, outlier_value, rows_far_apart, tiny_grad_out
 from tests.sagebwd.kernels.sets import emulated_too, every_head_dim, fp16_and_bf16, needs, on_gpu
 
 pytestmark = [pytest.mark.usefixtures("poisoned_memory"), needs(dp_fp16_accumulation=True)]
 
 DEFAULT = SageConfig(dp_fp16_accumulation=True)
 PAPER = replace(SageConfig.paper(), dp_fp16_accumulation=True)
-
-
-def tiny_grad_out(q, k, v, grad_out):
-    return q, k, v, 2.0**-20 * grad_out
-
-
-def rows_far_apart(q, k, v, grad_out):
-    grad_out[..., ::2, :] *= 2.0**-20
-    return q, k, v, grad_out
-
-
-def outlier_value(q, k, v, grad_out):
-    v[..., 70, :] *= 1000
-    return q, k, v, grad_out
-
-
 SIZES = pytest.mark.parametrize("values", [tiny_grad_out, rows_far_apart, outlier_value])
 
 

@@ -12,6 +12,7 @@ from sagebwd import SageConfig
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention
 from sagebwd.reference.quantization import PER_BLOCK, PER_ROW, product_in_fp16, to_fp16
+from tests.sagebwd.kernels.inputs import outlier_value, rows_far_apart, tiny_grad_out
 
 BF16 = torch.bfloat16
 PRESETS = {
@@ -81,20 +82,6 @@ def test_the_largest_sums_do_not_overflow(head_dim, size):
     found = attention(ones, ones, ones, -ones, config=SageConfig(dp_fp16_accumulation=True))
     wanted = -head_dim * ones[0, 0, 0, 0].double() ** 2
     torch.testing.assert_close(found.dp.double(), wanted.expand_as(found.dp), rtol=2e-3, atol=0)
-
-
-def tiny_grad_out(q, k, v, grad_out):
-    return q, k, v, 1e-6 * grad_out
-
-
-def rows_far_apart(q, k, v, grad_out):
-    grad_out[..., ::2, :] *= 1e-6
-    return q, k, v, grad_out
-
-
-def outlier_value(q, k, v, grad_out):
-    v[..., 70, :] *= 1000
-    return q, k, v, grad_out
 
 
 def as_they_are(*inputs):
