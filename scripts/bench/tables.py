@@ -324,7 +324,7 @@ def _variant(title: str, hatch: str) -> Look:
     return Look(f"SageBwd, {title}", ATTENTION["sagebwd_low_bias"].color, hatch)
 
 
-#: By the names of rows. SageBwd has the colours of :mod:`trainer.plot`; all that is in full precision is
+#: By the names of rows. SageBwd has the colours of :mod:`common.pictures`; all that is in full precision is
 #: black or grey, with a hatch for each library.
 LOOKS = {
     "sagebwd": _preset("SageBwd", "sagebwd"),
