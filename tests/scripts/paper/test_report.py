@@ -81,6 +81,7 @@ def test_the_ablation_is_that_of_the_stored_losses(known):
     words = {
         "sagebwd-paper": "`paper()`",
         "ds_per_row": "dS with a scale",
+        "random_sign": "dS with the same",
         "zero_elements": "dQ and dK in 16 bit, but el",
     }
     for name, begin in words.items():
