@@ -126,8 +126,6 @@ def _dk_dv_kernel(
                         ds, q_columns, None, q_scale, visible, WHOLE_TILE, TOKEN_SCALES
                     )
                 else:
-                    if WHOLE_TILE and device.CHANGE != "":
-                        ds = device.changed_ds(ds)
                     dk_acc += device.dot(device.round_to(ds, q_columns.dtype), q_columns)
                 if SMOOTH_Q:
                     q_mean = tl.load(q.mean + (q_tile + i).to(tl.int64) * D_PAD + tl.arange(0, D_PAD))
@@ -228,8 +226,6 @@ def _dq_kernel(
                     ds, k_columns, None, column_scale, visible, WHOLE_TILE, TOKEN_SCALES
                 )
             else:
-                if WHOLE_TILE and device.CHANGE != "":
-                    ds = device.changed_ds(ds)
                 acc += device.dot(device.round_to(ds, k_columns.dtype), k_columns)
 
     dq_pointer = device.head_pointer(dq, head, heads, q_start)

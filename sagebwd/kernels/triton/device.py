@@ -1,7 +1,5 @@
 """Device functions that the kernels share: products, INT8 rounding, scales, tiles and their positions."""
 
-import os
-
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
@@ -16,14 +14,6 @@ UINT8_MAX = tl.constexpr(255.0)
 #: Kernels run over tiles in three phases: those that one limit of the window cuts, whole ones, and those that
 #: the other limit or the end cuts. This is the phase of the whole ones; see :func:`key_tiles`.
 WHOLE = tl.constexpr(1)
-
-#: What the experiment does to dS before a 16-bit product, where there is one scale for a tile:
-#: random_sign    the error of INT8 with a random sign for each element
-#: stochastic     stochastic rounding
-#: zero_rows      rows that round to zero are zero, all else is exact
-#: zero_elements  elements that round to zero are zero, all else is exact
-#: other_elements these are exact, all else is rounded
-CHANGE = tl.constexpr(os.environ.get("ABLATION_DS", ""))
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SMALLEST_NORMAL = tl.constexpr(1.1754943508222875e-38)
@@ -144,29 +134,6 @@ def quantize_rows(x, WHOLE_TILE: tl.constexpr, UNSIGNED: tl.constexpr):
     else:
         scale = scale_of(nan_max(tl.abs(x), 1), UNSIGNED)[:, None]
     return round_to_int8(x * inverse(scale), UNSIGNED), scale
-
-
-@triton.jit
-def changed_ds(ds):
-    """A tile of dS as an experiment wants it, with the scale that INT8 has for the whole tile; see CHANGE."""
-    scale = scale_of(nan_max(tl.ravel(tl.abs(ds), can_reorder=True), 0))
-    x = ds * inverse(scale)
-    rounded = round_to_int8(x).to(tl.float32)
-    bits = ds.to(tl.uint32, bitcast=True)
-    bits = (bits ^ (bits >> 16)) * 0x7FEB352D
-    bits = (bits ^ (bits >> 15)) * 0x846CA68B
-    bits = bits ^ (bits >> 16)
-    if CHANGE == "random_sign":
-        x += tl.where((bits & 1) == 1, rounded - x, x - rounded)
-    elif CHANGE == "stochastic":
-        x = tl.floor(x + (bits >> 8).to(tl.float32) * 5.9604644775390625e-8)
-    elif CHANGE == "zero_rows":
-        x = tl.where((tl.max(tl.abs(x), 1) < 0.5)[:, None], 0.0, x)
-    elif CHANGE == "zero_elements":
-        x = tl.where(tl.abs(x) < 0.5, 0.0, x)
-    elif CHANGE == "other_elements":
-        x = tl.where(tl.abs(x) < 0.5, x, rounded)
-    return x * scale
 
 
 @triton.jit
