@@ -27,21 +27,16 @@ NULL = f"{FULL_PRECISION}, FlashAttention-2"
 WINDOW = 50  # steps that a point of a picture is the mean of
 FLOOR = 1e-5  # nats; the pictures end there
 
-#: Of branches.json: name, parameters at most, tokens per step, gain of QK-norm, whether without QK-norm.
+#: Of branches.json: name, tokens per step, gain of QK-norm, whether without QK-norm, steps of the branch.
 SETUPS = {
-    "35M, with QK-norm": (1e8, 131_072, 1.0, False),
-    "35M, without QK-norm": (1e8, 131_072, 1.0, True),
-    "35M, QK-norm with gain 4": (1e8, 131_072, 4.0, False),
-    "35M, with QK-norm, 16,384 tokens per step": (1e8, 16_384, 1.0, False),
-    "35M, with QK-norm, 1,048,576 tokens per step": (1e8, 1_048_576, 1.0, False),
-    "35M, with QK-norm, 2,097,152 tokens per step": (1e8, 2_097_152, 1.0, False),
-    "325M, without QK-norm, 262,144 tokens per step": (1e9, 262_144, 1.0, True),
-}
-BY_TOKENS = {
-    "16,384": "35M, with QK-norm, 16,384 tokens per step",
-    "131,072": "35M, with QK-norm",
-    "1,048,576": "35M, with QK-norm, 1,048,576 tokens per step",
-    "2,097,152": "35M, with QK-norm, 2,097,152 tokens per step",
+    "35M, with QK-norm": (131_072, 1.0, False, 1017),
+    "35M, without QK-norm": (131_072, 1.0, True, 1017),
+    "35M, QK-norm with gain 4": (131_072, 4.0, False, 1017),
+    "35M, with QK-norm, 16,384 tokens per step": (16_384, 1.0, False, 8140),
+    "35M, with QK-norm, 1,048,576 tokens per step": (1_048_576, 1.0, False, 127),
+    "35M, with QK-norm, 2,097,152 tokens per step": (2_097_152, 1.0, False, 64),
+    "35M, with QK-norm, 2,097,152 tokens per step, long": (2_097_152, 1.0, False, 256),
+    "325M, without QK-norm, 262,144 tokens per step": (262_144, 1.0, True, 100),
 }
 PICTURED = ("35M, with QK-norm", "35M, without QK-norm")
 LOOKS = {
@@ -68,6 +63,8 @@ ARMS = {
     "dv_16_bit": "dV in 16 bit",
     "ds_per_row": "dS with a scale per row",
     "dq_dk_16_bit": "dQ and dK in 16 bit",
+    "dq_16_bit": "dQ in 16 bit",
+    "stochastic": "dS rounded at random, up or down (without bias)",
     "random_sign": "dS with the same errors, signs at random",
     "zero_elements": "dQ and dK in 16 bit, but elements of dS that round to zero zeroed",
     "zero_rows": "dQ and dK in 16 bit, but rows of dS that round to zero zeroed",
@@ -98,11 +95,10 @@ def read_branches(folder: Path) -> list[Branch]:
     for run in stored_runs(read_json(folder / "losses/branches.json")):
         group, variant = run["group"], run["variant"]
         has_none = NO_QK_NORM in variant
-        for name, (parameters, *own) in SETUPS.items():
-            is_own = [group["tokens_per_step"], group.get("qk_norm_gain", 1.0), has_none] == own
-            if is_own and (group["parameters"] < 1e8) == (parameters == 1e8):
-                losses = np.array(run["curve"]["loss"])
-                found.append(Branch(name, variant.replace(NO_QK_NORM, ""), run["seed"], losses, run))
+        losses = np.array(run["curve"]["loss"])
+        own = (group["tokens_per_step"], group.get("qk_norm_gain", 1.0), has_none, len(losses))
+        [setup] = [name for name, setup in SETUPS.items() if setup == own]
+        found.append(Branch(setup, variant.replace(NO_QK_NORM, ""), run["seed"], losses, run))
     return found
 
 
@@ -148,6 +144,8 @@ def gap_table(found: Mapping[str, dict[int, np.ndarray]]) -> str:
 
 def mean_and_range(values: Sequence[float], models: int) -> str:
     """ ".0029 (.0028 to .0031; 2 models)": the range if it shows, and how many if not all."""
+    if not values:
+        return ""
     notes = [range_of(values)] * (" to " in range_of(values)) + [f"{len(values)} models"] * (
         len(values) != models
     )
@@ -188,27 +186,43 @@ def summary(branches: Sequence[Branch]) -> str:
         found = [
             last_tenth(gaps(branches, setup, variant)) for variant in ("SageBwd", "SageBwd, paper", NULL)
         ]
-        steps = max(len(one.losses) for one in branches if one.setup == setup)
         models = len(found[1])
-        rows.append([setup, str(models), f"{steps:,}", *(mean_and_range(own, models) for own in found)])
+        cells = [mean_and_range(own, models) for own in found]
+        rows.append([setup, str(models), f"{SETUPS[setup][-1]:,}", *cells])
     return table(["branches of", "models", "steps", "default", "`paper()`", "null: FlashAttention-2"], rows)
 
 
 def at_equal_learning(branches: Sequence[Branch]) -> str:
-    """The gap of paper() by tokens per step, once the sum of learning rates is what the shortest branch has.
+    """The gap of paper() with QK-norm at the sum of learning rates of 64, and of 256, steps of 2.1M.
 
-    Mean over the last quarter of that sum. Without the learning rate, steps of 16K and of 2.1M tokens could
-    not be compared.
+    Mean over the last quarter of that sum; of branches that get so far. Without the learning rate, steps of
+    16K and of 2.1M tokens could not be compared.
     """
-    found = {tokens: gaps(branches, setup, "SageBwd, paper") for tokens, setup in BY_TOKENS.items()}
-    total = min(learning_rates(len(one)).sum() for own in found.values() for one in own.values())
+    ordinary = [name for name, (_, gain, has_none, _) in SETUPS.items() if gain == 1 and not has_none]
+    by_tokens: dict[int, list[dict[int, np.ndarray]]] = {}
+    for name in ordinary:
+        by_tokens.setdefault(SETUPS[name][0], []).append(gaps(branches, name, "SageBwd, paper"))
     rows = []
-    for tokens, own in found.items():
-        sums = np.cumsum(learning_rates(len(next(iter(own.values())))))
-        late = (sums > 0.75 * total) & (sums <= total)
-        means = [one[late].mean() for one in own.values()]
-        rows.append([tokens, str(len(own)), nats(np.mean(means)), range_of(means)])
-    return table(["tokens per step", "models", "`paper()` minus full precision", "range"], rows)
+    for tokens, found in sorted(by_tokens.items()):
+        cells = []
+        for steps in (64, 256):
+            total = learning_rates(steps).sum()
+            means = [late_mean(one, total) for own in found for one in own.values() if reaches(one, total)]
+            cells += [str(len(means)), nats(np.mean(means)), range_of(means)] if means else ["", "", ""]
+        rows.append([f"{tokens:,}", *cells])
+    heads = ["models", "as 64 steps of 2.1M", "range", "models", "as 256 steps of 2.1M", "range"]
+    return table(["tokens per step", *heads], rows)
+
+
+def reaches(losses: np.ndarray, total: float) -> bool:
+    """Whether the learning rates of so many steps sum to the total."""
+    return learning_rates(len(losses)).sum() >= total
+
+
+def late_mean(losses: np.ndarray, total: float) -> float:
+    """Of the steps whose sum of learning rates lies between three quarters of the total and the total."""
+    sums = np.cumsum(learning_rates(len(losses)))
+    return losses[(sums > 0.75 * total) & (sums <= total)].mean()
 
 
 def learning_rates(steps: int) -> np.ndarray:

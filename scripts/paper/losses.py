@@ -56,11 +56,17 @@ def compare(runs: Iterable[dict]) -> list[Row]:
 
 
 def names_of(groups: Sequence[dict[str, Any]]) -> list[str]:
-    """A name for each group; of several with one name, all but the first add their text."""
-    names: list[str] = []
+    """A name for each group; of several with one name, all but the first add their steps, or their text."""
+    first: dict[str, dict[str, Any]] = {}
+    names = []
     for group in groups:
         name = setup_of(group)
-        names.append(f"{name}, text {group['text'][:10]}" if name in names else name)
+        named = first.setdefault(name, group)
+        if named is not group:
+            is_longer = named["steps"] != group["steps"] and named["text"] == group["text"]
+            steps = group["steps"] - group.get("branch_step", 0)
+            name += f", {steps} steps" if is_longer else f", text {group['text'][:10]}"
+        names.append(name)
     return names
 
 
