@@ -17,10 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import TrainingError, explain
-from common.terminal import command_parser
+from common.terminal import add_device_option, command_parser
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
 from scripts.export import export_checkpoint, sealed_in
@@ -60,7 +58,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     parser.add_argument("--batch-size", type=int, default=8, help="examples at a time (default 8)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_option(parser)
     parser.add_argument("--wandb", action="store_true", help="add the results to the run's summary in W&B")
     return parser.parse_args(argv)
 

@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import SettingsError
 from data.corpus import Corpus, open_corpus
+from data.loader import BatchLoader
 from scripts.output import printable
 from trainer import identity, seal
 from trainer.run_directory import UNNAMED, RunDirectory
@@ -168,6 +169,18 @@ def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
             "this where its data is, or point data.root in its config.yaml there"
         )
     return corpus
+
+
+def training_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
+    """The loader of a run for one process; the order does not depend on the number of processes."""
+    return BatchLoader(
+        corpus.train,
+        context=settings.context,
+        sequences_per_step=settings.tokens_per_step // settings.context,
+        micro_batch=1,
+        seed=settings.seed,
+        sequences=settings.train_sequences,
+    )
 
 
 def milestones(directory: RunDirectory, settings: Settings) -> list[int]:

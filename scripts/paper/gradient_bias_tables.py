@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from common import pictures
 from common.pictures import CYCLE, Style
 from scripts.bench.measuring import origin_of
-from scripts.output import align, number, save_figure, with_ending, write_compressed, write_markdown
+from scripts.output import align, number
 from scripts.paper.pictures import styles
 
 CONTROL = "control"  # full precision with another kernel
@@ -62,18 +61,6 @@ class Row:
     along: Interval
     noise: Interval
     critical_tokens: Interval
-
-
-def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
-    """OUT.json.gz, OUT.md and OUT.png."""
-    write_numbers(out, result, rows)
-    write_markdown(out, to_markdown(result, rows))
-    save_figure(draw(rows), with_ending(out, ".png"))
-
-
-def write_numbers(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
-    """OUT.json.gz alone."""
-    write_compressed(out, result | {"rows": [asdict(row) for row in rows]})
 
 
 # --- Tables -------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from torch import Tensor
 from common import pictures
 from common.files import write_json
 from common.pictures import Style
-from common.terminal import choose_device, command_parser, positive_int
+from common.terminal import available_device, command_parser, positive_int
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
@@ -109,12 +109,11 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         help="dtype of the inputs, and of dP, which is not INT8 (default %(default)s; float32: CPU only)",
     )
     add("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
-    add("--device", default="cpu", help="where to compute: cpu or cuda (default cpu)")
+    add("--device", type=available_device, default="cpu", help="where to compute: cpu or cuda (default cpu)")
     add(
         "--out", type=Path, default=Path("runs/paper/table1.json"), help="file to write (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    arguments.device = choose_device(arguments.device, parser)
     if arguments.device.startswith("cuda") and arguments.dtype == "float32":
         parser.error("--dtype float32: the kernels take float16 and bfloat16; use --device cpu")
     return arguments

@@ -302,8 +302,9 @@ def test_a_compressed_file_is_called_so_whatever_its_name(tmp_path, source):
 
 def test_a_source_is_one_file(tmp_path):
     """That of docs/extending.md, as it stands there."""
-    for folder in ("common", "data", "configs/data"):
+    for folder in ("common", "data"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "prepare.yaml", tmp_path / "configs")
     shutil.copytree(ROOT / "configs" / "hydra", tmp_path / "configs" / "hydra")
     (module,) = re.findall(

@@ -18,7 +18,7 @@ from common.errors import Interrupted
 from scripts import reproduce
 from scripts.output import read_json
 from scripts.paper.experiments import COMMON, SCALES, duration_in_words, find, items, read_yaml
-from tests.cli import ROOT
+from tests.cli import ROOT, assert_takes
 from tests.processes import wait_until
 from trainer.checks import check
 from trainer.launch import FAILED, FINISHED, Outcome
@@ -81,24 +81,11 @@ def test_a_setup_runs_every_variant_at_every_seed():
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_every_command_is_one_that_its_script_takes(scale, monkeypatch):
-    class Parsed(Exception):
-        pass
-
-    def parse_and_stop(parser, given=None, namespace=None):
-        _, unknown = argparse.ArgumentParser.parse_known_args(parser, given, namespace)
-        assert not unknown
-        raise Parsed
-
-    commands = {text for item in items().values() for text in item.commands[scale]}
-    lines = [
-        reproduce.measure_command(text, [Path("runs/NAME")], argparse.Namespace(results="r", scale=scale))
-        for text in commands
-    ]
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-    for _, _, module, *words in lines:
-        with pytest.raises(Parsed):
-            import_module(module).main(words)
+def test_every_command_is_one_that_its_script_takes(scale):
+    for text in {text for item in items().values() for text in item.commands[scale]}:
+        asked = argparse.Namespace(results="r", scale=scale)
+        _, _, module, *words = reproduce.measure_command(text, [Path("runs/NAME")], asked)
+        assert_takes(module, words)
         assert words[words.index("--out") + 1].startswith("r/")
 
 

@@ -190,8 +190,9 @@ class Tokens:
 @pytest.mark.parametrize(("last_step", "unseen"), [(0, True), (2, True), (4, False), (7, False)])
 def test_batches_are_disjoint_and_behind_the_end_of_the_run(compose_settings, last_step, unseen):
     settings = compose_settings("experiment=debug", "context=8", "tps.tokens_per_step=16", "tps.divide_by=1")
-    run = SimpleNamespace(name="run", settings=settings, corpus=SimpleNamespace(train=Tokens()))
-    batches, found_unseen = draw_batches(run, last_step, 3, 16)
+    places = {"corpus": SimpleNamespace(train=Tokens()), "origin": SimpleNamespace(step=last_step)}
+    run = SimpleNamespace(name="run", settings=settings, **places)
+    batches, found_unseen = draw_batches(run, 3, 16)
     loader = BatchLoader(Tokens(), context=8, sequences_per_step=2, micro_batch=1, seed=settings.seed)
     before = {index for step in range(last_step) for index in loader.sequence_indices(step)}
     chosen = [int(index) // 8 for inputs, _ in batches for index in inputs[:, 0]]
