@@ -43,24 +43,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def labels_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each run: its path below the folder that all share, without the overrides that all share."""
-    return distinct(places(paths))
-
-
 def places(paths: Sequence[Path]) -> list[str]:
     """The paths below the folder that all share, for people to read."""
     paths = [path.resolve() for path in paths]
     shared = os.path.commonpath([path.parent for path in paths])
     return [printable(path.relative_to(shared).as_posix()) for path in paths]
-
-
-def distinct(names: list[str]) -> list[str]:
-    """The names without the overrides that all runs share; as they are, where that leaves two the same."""
-    parts = [name.split("+") for name in names]
-    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    short = ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
-    return short if len(set(short)) == len(short) else names
 
 
 # ---------------------------------------------------------------------- settings

@@ -28,6 +28,8 @@ compiled; all else is as in training.
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +51,7 @@ from sagebwd.config import MATMULS
 from scripts.bench.measuring import describe_run
 from scripts.paper.gradient_bias_estimates import (
     Grams,
+    Moments,
     estimate_gradient,
     estimate_setting,
     mean_and_interval,
@@ -219,6 +222,7 @@ def measure_checkpoint(
     device, dtype = torch.device(arguments.device), run.dtype
     kernel = TRUTH_KERNEL[device.type]
     micro_batch = arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
+    tokens_per_batch = arguments.tokens_per_batch
     llama = load_model(run, full_precision(kernel))
     v_hat = second_moments(run, llama)
     llama = llama.to(device)
@@ -228,7 +232,9 @@ def measure_checkpoint(
         scales = adam_scales(run, v_hat, g)
         own = own_grams(g, scales)
         place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
-        result["gradients"] += describe_gradient(own, place, arguments.tokens_per_batch)
+        result["gradients"] += [
+            place | part | rounded(estimate_gradient(found, tokens_per_batch)) for part, found in by_part(own)
+        ]
         result["checkpoints"].append(
             place
             | {"adam": "mean square of g over batches" if v_hat is None else "v of the checkpoint"}
@@ -242,7 +248,10 @@ def measure_checkpoint(
             grams = tensor_grams(g_setting, g, own, scales)
             difference = np.array(with_setting) - np.array(losses)
             result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)
-            yield setting_rows(grams, place | {"setting": setting}, arguments.tokens_per_batch)
+            yield [
+                Row(**place, setting=setting, **part, **rounded(estimate_setting(found, tokens_per_batch)))
+                for part, found in by_part(grams)
+            ]
 
 
 @contextmanager
@@ -257,33 +266,12 @@ def precision_of_training(dtype: torch.dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def setting_rows(
-    grams: Mapping[tuple[str, str], Grams], place: dict[str, Any], tokens_per_batch: int
-) -> list[Row]:
-    """A row for each view, group and layer."""
-    rows = []
+def by_part(grams: Mapping[tuple[str, str], Grams]) -> Iterator[tuple[dict[str, Any], Moments]]:
+    """The view, group and layer of the weights that belong together, and what their inner products give."""
     for view in VIEWS:
         for (group, layer), names in parts([name for each, name in grams if each == view]).items():
-            together = grams[view, names[0]]
-            for name in names[1:]:
-                together += grams[view, name]
-            estimates = estimate_setting(moments(together), tokens_per_batch)
-            rows.append(Row(**place, view=view, group=group, layer=layer, **rounded(estimates)))
-    return rows
-
-
-def describe_gradient(
-    own: Mapping[tuple[str, str], np.ndarray], place: dict[str, Any], tokens_per_batch: int
-) -> list[dict[str, Any]]:
-    """Size and noise of the full-precision gradient for each view, group and layer."""
-    described = []
-    for view in VIEWS:
-        for (group, layer), names in parts([name for each, name in own if each == view]).items():
-            gg = sum(own[view, name] for name in names)
-            nothing = np.zeros_like(gg)
-            estimates = estimate_gradient(moments(Grams(nothing, nothing, gg)), tokens_per_batch)
-            described.append(place | {"view": view, "group": group, "layer": layer} | rounded(estimates))
-    return described
+            together = functools.reduce(operator.add, (grams[view, name] for name in names))
+            yield {"view": view, "group": group, "layer": layer}, moments(together)
 
 
 # --- Command ------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -107,21 +108,24 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def tensor_grams(
     g_setting: Gradients,
     g: Gradients,
-    own: Mapping[tuple[str, str], np.ndarray],
+    own: Mapping[tuple[str, str], Grams],
     scales: Mapping[str, Tensor],
 ) -> dict[tuple[str, str], Grams]:
-    """By (view, weight). own: the inner products of g by itself. g_setting may be in host memory."""
+    """By (view, weight). own: `own_grams`. g_setting may be in host memory."""
     grams = {}
     for name, rows in g_setting.items():
         d = rows.to(g[name].device, copy=True).sub_(g[name])
         for view, scale in ((RAW, None), (ADAM, scales[name])):
-            grams[view, name] = Grams(dd=gram(d, d, scale), dg=gram(d, g[name], scale), gg=own[view, name])
+            products = {"dd": gram(d, d, scale), "dg": gram(d, g[name], scale)}
+            grams[view, name] = replace(own[view, name], **products)
     return grams
 
 
-def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], np.ndarray]:
+def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], Grams]:
+    """By (view, weight), the inner products of g; those of d are zero."""
+    nothing = np.zeros([len(next(iter(g.values())))] * 2)
     return {
-        (view, name): gram(g[name], g[name], scale)
+        (view, name): Grams(nothing, nothing, gram(g[name], g[name], scale))
         for name in g
         for view, scale in ((RAW, None), (ADAM, scales[name]))
     }

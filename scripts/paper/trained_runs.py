@@ -17,7 +17,7 @@ from data.corpus import Corpus
 from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.output import save_figure, with_ending, write_compressed, write_markdown
-from scripts.runs import find_runs, labels_of, milestones, open_data, read_settings
+from scripts.runs import find_runs, milestones, open_data, places, read_settings
 from trainer.checkpoint import checkpoint_of, load_weights
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
@@ -123,8 +123,8 @@ def open_runs(paths: Sequence[str], step: int | None = None) -> list[TrainedRun]
     found = find_runs([Path(path) for path in paths])
     if not found:
         raise ValueError(f"no metrics.jsonl under {', '.join(paths)}; give directories of runs")
-    names = labels_of(found)
-    return [open_run(name, RunDirectory(path), step) for name, path in zip(names, found, strict=True)]
+    named = zip(places(found), found, strict=True)
+    return [open_run(name, RunDirectory(path), step) for name, path in named]
 
 
 def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from scripts import compare
-from scripts.runs import distinct, find_runs, labels_of
+from scripts.runs import find_runs, places
 from trainer import identity
 from trainer.plot import plot_losses
 from trainer.run_directory import RunDirectory
@@ -323,8 +323,7 @@ def test_runs_are_found_and_labelled_once_each(tmp_path):
     (deep[0] / "checkpoints" / "metrics.jsonl").write_text("")
     (tmp_path / "one" / "again").symlink_to(tmp_path)
     assert find_runs([tmp_path, tmp_path / "one"]) == deep
-    assert labels_of(deep) == ["one/fpa", "one/x", "two/fpa", "two/x"]
-    assert distinct(["s+a", "a+s", "s+c"]) == ["s+a", "a+s", "s+c"]  # the first two would both be `a`
+    assert places(deep) == ["one/fpa+seed-1", "one/x+seed-1", "two/fpa+seed-1", "two/x+seed-1"]
 
 
 def test_the_picture_goes_next_to_the_runs_or_where_the_user_says(tmp_path, drawing, monkeypatch):
