@@ -71,7 +71,7 @@ from scripts.paper.gradient_bias_gradients import (
     second_moments,
     tensor_grams,
 )
-from scripts.paper.gradient_bias_tables import CONTROL, Row, draw, to_markdown
+from scripts.paper.gradient_bias_tables import CONTROL, Row, to_markdown
 from scripts.paper.trained_runs import (
     TrainedRun,
     describe_trained,
@@ -129,10 +129,9 @@ examples:
   110 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
 
-written after every checkpoint, the numbers after every setting, with --out runs/paper/gradient_bias:
-  runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; hardware, versions
-  runs/paper/gradient_bias.md       tables
-  runs/paper/gradient_bias.png      bias by setting, critical tokens by layer, bias along training
+with --out runs/paper/gradient_bias:
+  runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; after every setting
+  runs/paper/gradient_bias.md       tables; after every checkpoint
 """
 
 
@@ -282,8 +281,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         runs = open_runs(arguments.runs)
         result = describe(argv, arguments, runs)
-        pictures = {".png": lambda result, rows: draw(rows)}
-        measure_all(arguments, result, work_on(runs, result, arguments), to_markdown, pictures)
+        measure_all(arguments, result, work_on(runs, result, arguments), to_markdown)
     except (ValueError, FileNotFoundError) as error:
         sys.exit(str(error))
 

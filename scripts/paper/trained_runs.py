@@ -6,6 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def measure_all(
     result: dict[str, Any],
     work: Iterable[tuple[str, Iterable[list[Any]]]],
     to_markdown: Callable[[dict[str, Any], list[Any]], str],
-    pictures: Mapping[str, Callable[[dict[str, Any], list[Any]], Any]],
+    pictures: Mapping[str, Callable[[dict[str, Any], list[Any]], Any]] = MappingProxyType({}),
 ) -> None:
     """Measure piece after piece; write the numbers after each step of one, tables and pictures after each.
 
@@ -92,7 +93,7 @@ def measure_all(
             for ending, draw in pictures.items():
                 save_figure(draw(result, rows), with_ending(out, ending))
     print(to_markdown(result, rows))
-    print(f"written to {out}.json.gz, .md and .png")
+    print("written to", ", ".join(f"{out}{ending}" for ending in (".json.gz", ".md", *pictures)))
 
 
 def describe_trained(run: TrainedRun) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def test_table1(here, tmp_path, monkeypatch):
     item = replace(item, commands={"scaled": tuple(text + small for text in item.commands["scaled"])})
     monkeypatch.setattr(reproduce, "find", {"table1": item}.__getitem__)
     reproduce.main(["table1", "--results", str(tmp_path)])
-    assert sorted(file.name for file in (tmp_path / "accuracy").iterdir()) == ["table1.json", "table1.png"]
+    assert sorted(file.name for file in (tmp_path / "accuracy").iterdir()) == ["table1.json"]
 
 
 def test_a_training_item_resumes_and_refuses_other_settings(here, tmp_path, datasets, monkeypatch, capfd):
