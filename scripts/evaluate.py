@@ -13,11 +13,10 @@ evaluations.jsonl in the run's directory, with --wandb also to the run in W&B.
 import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from common.errors import TrainingError, explain
+from common.errors import ends_with_message
 from common.terminal import add_device_option, command_parser
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
@@ -33,14 +32,10 @@ BOOTSTRAPS = 1000  # for standard errors that have no closed form
 Results = dict[str, dict[str, float]]  # value by task and metric
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        record = evaluate(arguments)
-    except (ValueError, TrainingError) as error:
-        sys.exit(str(error))
-    except OSError as error:
-        sys.exit(explain(error))
+    record = evaluate(arguments)
     print(f"{arguments.run}, step {record['step']}:")
     for task, values in record["results"].items():
         for metric, value in values.items():

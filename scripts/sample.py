@@ -9,14 +9,13 @@ attention. Every token takes a whole forward pass; for long texts use transforme
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import model.huggingface
-from common.errors import TrainingError, explain
+from common.errors import ends_with_message
 from common.terminal import add_device_option, command_parser, positive_int
 from data import tokenizers
 from data.tokenizers import Tokenizer
@@ -30,15 +29,11 @@ from trainer.run_directory import RunDirectory
 from trainer.seal import newest_step
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        llama, tokenizer = load(arguments.place, arguments.step)
-        print(printable(sample(llama.to(arguments.device), tokenizer, arguments), keep="\n\t"))
-    except (ValueError, TrainingError) as error:
-        sys.exit(str(error))
-    except OSError as error:
-        sys.exit(explain(error))
+    llama, tokenizer = load(arguments.place, arguments.step)
+    print(printable(sample(llama.to(arguments.device), tokenizer, arguments), keep="\n\t"))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

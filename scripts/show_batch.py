@@ -9,24 +9,22 @@ complete passes over that text before this one.
 """
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
+from common.errors import ends_with_message
 from common.terminal import command_parser
 from scripts.output import printable
 from scripts.runs import open_data, read_settings, training_loader
 from trainer.run_directory import RunDirectory, read_metrics
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     run = RunDirectory(arguments.run)
-    try:
-        for step in spike_steps(run) if arguments.spikes else [arguments.step]:
-            show(run, step, arguments.characters)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+    for step in spike_steps(run) if arguments.spikes else [arguments.step]:
+        show(run, step, arguments.characters)
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +43,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from common.errors import ends_with_message
 from common.terminal import positive_int
 from model.backends import AttentionFn
 from sagebwd import SageConfig, sage_attention
@@ -276,14 +276,12 @@ def by_part(grams: Mapping[tuple[str, str], Grams]) -> Iterator[tuple[dict[str, 
 # --- Command ------------------------------------------------------------------------------------------------
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        runs = open_runs(arguments.runs)
-        result = describe(argv, arguments, runs)
-        measure_all(arguments, result, work_on(runs, result, arguments), to_markdown)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+    runs = open_runs(arguments.runs)
+    result = describe(argv, arguments, runs)
+    measure_all(arguments, result, work_on(runs, result, arguments), to_markdown)
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:

@@ -27,7 +27,6 @@ paper's numbers), OUT.png (errors by layer) and OUT_smoothing.png (what smoothin
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
@@ -36,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.errors import ends_with_message
 from common.terminal import positive_int
 from data.loader import stack_sequences
 from data.tokens import count_sequences
@@ -82,22 +82,20 @@ NORMALISATION = (
 )
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     """Measure the runs."""
     arguments = parse_arguments(argv)
-    try:
-        runs = open_runs(arguments.runs, arguments.step)
-        for run in runs:
-            check(run, arguments)
-        result = describe(argv, arguments, runs)
-        work = ((run.name, measure_run(run, result, arguments)) for run in runs)
-        pictures = {
-            ".png": lambda result, rows: draw_layers(result["runs"], rows),
-            "_smoothing.png": lambda result, rows: draw_smoothing(rows),
-        }
-        measure_all(arguments, result, work, to_markdown, pictures)
-    except (ValueError, FileNotFoundError) as error:
-        sys.exit(str(error))
+    runs = open_runs(arguments.runs, arguments.step)
+    for run in runs:
+        check(run, arguments)
+    result = describe(argv, arguments, runs)
+    work = ((run.name, measure_run(run, result, arguments)) for run in runs)
+    pictures = {
+        ".png": lambda result, rows: draw_layers(result["runs"], rows),
+        "_smoothing.png": lambda result, rows: draw_smoothing(rows),
+    }
+    measure_all(arguments, result, work, to_markdown, pictures)
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
