@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from common.errors import Interrupted
 from scripts import reproduce
@@ -91,14 +90,6 @@ def test_fine_tuning_and_branches_follow_the_runs_they_start_from():
         assert ("gain1" in own, own[-1]) == ("gain1" in trunk, trunk[-1])  # its logits and its seed
         assert [text for text in words if text.startswith("data")] == ["data.root=t"]
     assert find("branches").compared("scaled") == branches
-
-
-def test_a_folder_with_an_awkward_name_reaches_train_py_as_it_is():
-    asked = arguments("finetune", "--runs-dir", "it's a run, seed=1")
-    run = find("finetune").runs["scaled"][-1]
-    words = reproduce.train_command(run, asked)[2:]
-    given = {one.key_or_group: one.value() for one in OverridesParser.create().parse_overrides(words)}
-    assert given["run_dir"] == f"it's a run, seed=1/{run.name}"
 
 
 @pytest.mark.parametrize(

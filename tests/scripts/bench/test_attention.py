@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts import output
 from scripts.bench import attention as bench
 from scripts.bench import registry, tables, timing
 from scripts.bench.registry import CONFIGS, LAYOUTS, PEERS, Implementation, Shape
@@ -57,16 +56,6 @@ def test_flops_are_the_usual_count():
         assert other.flops == 4 * 3 * 16 * sum(n * n for n in lengths)
     (row,) = timing.add_times([Row("sagebwd", full, "backward")], {"sagebwd": [2.0]}, {})
     assert row.tflops == pytest.approx(2.5 * full.flops / 2e-3 / 1e12)
-
-
-def test_shapes_keep_the_tokens_and_the_width():
-    options = ["--device", "cpu", "--lengths", "1024", "32768", "--masks", "full"]
-    assert bench.shapes_of(bench.parse_arguments(options)) == [
-        Shape(16, 32, 1024, 64, False),
-        Shape(1, 32, 32768, 64, False),
-        Shape(16, 16, 1024, 128, False),
-        Shape(1, 16, 32768, 128, False),
-    ]
 
 
 def test_a_mask_may_be_a_window(capsys):
@@ -313,20 +302,6 @@ def test_the_command_measures_all_rows(tmp_path):
     line = next(line for line in section.splitlines() if line.startswith("| SageBwd  ") and "| 24 |" in line)
     assert f" {row['median_ms']:.3f} " in line
     assert all(f" {error:.4f} " in line for _, error in row["errors"].values())
-
-
-def test_files_hold_failures_and_no_nan(tmp_path):
-    errors = {"out": (math.nan, math.inf)}
-    rows = [
-        Row("sagebwd", SHAPE, "both", "failed accuracy", "O has relative L2 error nan", errors=errors),
-        Row("cuDNN", SHAPE, "both", "refused", "RuntimeError: no"),
-    ]
-    result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
-    output.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
-    tables.draw(rows, tmp_path / "bench.png", result)
-    stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
-    assert stored[0]["errors"]["out"] == [None, None]
-    assert "- SageBwd: failed accuracy: O has relative L2 error nan" in (tmp_path / "bench.md").read_text()
 
 
 def test_everything_that_is_measured_has_a_look_of_its_own():
