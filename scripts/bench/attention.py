@@ -49,9 +49,8 @@ from tqdm import tqdm
 
 from common.files import write_json
 from common.terminal import available_device, command_parser, positive_int
-from sagebwd import SageConfig
 from sagebwd.dispatch import KERNEL_SETS
-from scripts.bench.measuring import describe_run, origin_of, read_line
+from scripts.bench.measuring import describe_config, describe_run, origin_of, read_line
 from scripts.bench.registry import (
     CONFIGS,
     DENSE,
@@ -147,15 +146,10 @@ def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, 
         "median of the baseline / this median; extra_memory: bytes / bytes of Q, K and V",
         **describe_run(PROGRAM, argv, arguments, PACKAGES),
         "configs": {
-            title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
+            title: {f"D {head_dim}": describe_config(config, head_dim) for head_dim in arguments.head_dims}
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)
         },
     }
-
-
-def with_tile(config: SageConfig, head_dim: int) -> dict[str, Any]:
-    """Every setting, with the tile that this head size gets."""
-    return asdict(config) | dict(zip(("block_q", "block_kv"), config.tile(head_dim), strict=True))
 
 
 # --- Arguments ----------------------------------------------------------------------------------------------

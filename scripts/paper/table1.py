@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from argparse import BooleanOptionalAction, Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from common.terminal import available_device, command_parser, positive_int
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import describe_run
+from scripts.bench.measuring import describe_config, describe_run
 from scripts.paper.published import TABLE_1
 
 PROGRAM = "python -m scripts.paper.table1"
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         "table": "SageBwd (arXiv 2603.02170), Table 1",
         "values": "[cosine similarity, relative L2] against float64 attention",
         **described,
-        "variants": {name: settings_of(config, arguments.head_dim) for name, config in VARIANTS.items()},
+        "variants": {name: describe_config(config, arguments.head_dim) for name, config in VARIANTS.items()},
         "shapes" if arguments.all_shapes else "rows": rows,
     }
     if not arguments.all_shapes and arguments.device == "cpu":  # no kernel has the smallest
@@ -172,12 +172,6 @@ def draw_inputs(
 
 def compare(actual: Tensor, exact: Tensor) -> tuple[float, float]:
     return cosine_similarity(actual, exact), relative_l2(actual, exact)
-
-
-def settings_of(config: SageConfig, head_dim: int) -> dict:
-    """Every setting, with the tile that this head size gets."""
-    block_q, block_kv = config.tile(head_dim)
-    return asdict(replace(config, block_q=block_q, block_kv=block_kv))
 
 
 if __name__ == "__main__":
