@@ -21,6 +21,7 @@ from scripts.paper.gradient_bias_estimates import (
     critical_tokens,
     estimate_gradient,
     estimate_setting,
+    mean_and_interval,
     moments,
 )
 from scripts.paper.gradient_bias_gradients import draw_batches, gram
@@ -72,6 +73,12 @@ def test_without_bias_intervals_cover_zero_and_critical_tokens_have_no_end():
         unbounded += estimates["critical_tokens"][2] == math.inf
     assert covered > 0.93 * REPEATS
     assert unbounded > 0.93 * REPEATS
+
+
+def test_the_interval_of_a_mean_is_students():
+    """Of 1, 2, 6: mean 3, standard deviation √7, and t = 4.303 with two degrees of freedom."""
+    half = 4.303 * math.sqrt(7 / 3)
+    assert mean_and_interval(np.array([1.0, 2.0, 6.0])) == pytest.approx([3, 3 - half, 3 + half])
 
 
 def test_critical_tokens():
