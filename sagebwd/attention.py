@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -11,7 +13,14 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
 from sagebwd.kernels.lse import with_sinks
-from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_sinks
+from sagebwd.validation import (
+    cast_to_autocast_dtype,
+    check_arguments,
+    check_backward_mode,
+    check_documents,
+    check_sinks,
+    is_autocast,
+)
 from sagebwd.window import FULL, Window
 
 
@@ -91,9 +100,10 @@ def sage_attention(
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
-    check_arguments(query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
+    settings = (scale, enable_gqa, config, dropout_p, is_causal, window_size)
+    asked, window = _checked(query, key, value, settings)
+    check_backward_mode(query, key, value)
     check_sinks(sinks, query)
-    asked = Window.of(is_causal, window_size)
     mask = masks.find_key_mask(query, key, attn_mask, key_padding_mask)
     q, k, v = cast_to_autocast_dtype(query, key, value)
     head_dim, value_dim = query.shape[-1], value.shape[-1]
@@ -101,7 +111,6 @@ def sage_attention(
     if not is_plain:
         q, k, v = (_as_plain(x, max(head_dim, value_dim)) for x in (q, k, v))
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
-    window = asked.narrowed(q.shape[-2], k.shape[-2])
     if mask is not None:
         has_documents = cu_seqlens is not None
         mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
@@ -123,6 +132,47 @@ def sage_attention(
         out = out.reshape(*query.shape[:-1], value_dim)
         lse = lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
+
+
+#: What :func:`_check` found, by what the call looked like.
+_seen: dict[tuple[Any, ...], tuple[Window, Window]] = {}
+#: How many are remembered.
+SEEN = 8192
+#: Settings of other types may change, and are looked at each time.
+_HASHABLE = {bool, int, float, str, tuple, type(None), SageConfig}
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tuple[Window, Window]:
+    """:func:`_check`, once for all calls that look the same."""
+    is_plain = type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(map(type, settings))
+    if torch.compiler.is_compiling() or not is_plain or q.is_nested or k.is_nested or v.is_nested:
+        return _check(q, k, v, *settings)
+    known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
+    signature = (*known, is_autocast(q.device.type), settings)
+    found = _seen.get(signature)
+    if found is None:
+        found = _check(q, k, v, *settings)
+        if len(_seen) >= SEEN:
+            _seen.clear()
+        _seen[signature] = found
+    return found
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+    config: SageConfig,
+    dropout_p: float,
+    is_causal: bool,
+    window_size: tuple[int, int],
+) -> tuple[Window, Window]:
+    """The window of the call, and the same without limits that hide nothing; raises what is wrong."""
+    check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
+    asked = Window.of(is_causal, window_size)
+    return asked, asked.narrowed(q.shape[-2], k.shape[-2])
 
 
 def _as_plain(x: Tensor, width: int) -> Tensor:

@@ -12,7 +12,6 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult
@@ -31,6 +30,8 @@ from sagebwd.kernels.cuda.packing import (
     packed_head_dim,
     with_whole_pieces,
 )
+from sagebwd.kernels.cuda.plan import Operand
+from sagebwd.kernels.cuda.planned import planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
@@ -63,7 +64,7 @@ def _packer(architecture: str, layout: PackedLayout) -> Packer:
     return Packer(sources_for(architecture), layout)
 
 
-def _packer_for(x: Tensor, config: SageConfig) -> Packer:
+def _packer_for(x: Operand, config: SageConfig) -> Packer:
     """Packs for these settings on the GPU of ``x``, for its head size."""
     return _packer(_architecture(x.device), PackedLayout.of(config, x.shape[3], packs_16bit=False))
 
@@ -78,7 +79,7 @@ def _architecture(device: torch.device) -> str:
 
 def _launch(
     name: str,
-    q: Tensor,
+    q: Operand,
     params: AttentionParams,
     arguments: CForward | CBackward,
     *,
@@ -101,33 +102,37 @@ def _launch(
         TOKEN_SCALES=token_scales, P_16BIT=p_16bit, S_16BIT=s_16bit, TILE_Q=tile[0], TILE_KV=tile[1],
         UNPACKED_16BIT=True, **defines,
     )  # fmt: skip
-    kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(params.window))
+    grid = arguments.axes.work_tiles
+    q.plan.launch(kernel, grid, cta.threads, arguments, CWindow.of(params.window))
 
 
 # --- Attention --------------------------------------------------------------------------------------------
 
 
-def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+@planned_mean
+def token_mean(k: Operand, params: AttentionParams) -> Operand:
     """See :mod:`sagebwd.interface`."""
-    return mean_alone(_packer_for(k, params.config), k, params)
+    return mean_alone(k, _packer_for(k, params.config), params)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+@planned_forward
+def forward(q: Operand, k: Operand, v: Operand, params: AttentionParams) -> ForwardResult:
     """See :mod:`sagebwd.interface`."""
     v = v if params.config.is_int8("o") else with_whole_pieces(v)
     packer = _packer_for(q, params.config)
     return cuda_forward.forward(q, k, v, params, packer=packer, launch=_launch, work_tokens=128)
 
 
+@planned_backward
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_out: Operand,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     saved: ForwardResult,
     params: AttentionParams,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_lse: Operand | None,
+) -> tuple[Operand, Operand, Operand]:
     """See :mod:`sagebwd.interface`. V is not packed, so v is no stand-in."""
     config, axes = params.config, Axes.of(q, k, params)
     # Not laid out as a copy of v is. No CTA visits queries that see no key.

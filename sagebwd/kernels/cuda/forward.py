@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
+from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
 from sagebwd.kernels.cuda.arguments import CTokenTensor, Result, pointers
-from sagebwd.kernels.cuda.packing import Packer, saved_mean
+from sagebwd.kernels.cuda.packing import Packer
+from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
@@ -34,16 +34,16 @@ class CForward(ctypes.Structure):
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     params: AttentionParams,
     *,
     packer: Packer,
     launch: Callable[..., None],
     work_tokens: int,
 ) -> ForwardResult:
-    """Algorithm 1.
+    """Algorithm 1, in a plan.
 
     Args:
         packer: of the kernel set.
@@ -84,4 +84,5 @@ def forward(
     launch("forward", q, params, arguments, p_16bit=p_16bit, **macros)
     out_residual = q.new_empty(0) if residual is None else residual.finish()
     packed = (packed_q, packed_k) if packs else nothing_packed(q)
-    return ForwardResult(out.finish(), lse, saved_mean(k_mean, k), out_residual, *packed)
+    k_mean = no_mean(k) if k_mean is None else k_mean
+    return ForwardResult(out.finish(), lse, k_mean, out_residual, *packed)

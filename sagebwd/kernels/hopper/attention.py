@@ -18,7 +18,6 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sagebwd.config import TILE, SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult
@@ -29,6 +28,8 @@ from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, pointers
 from sagebwd.kernels.cuda.backward import Backward, Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
+from sagebwd.kernels.cuda.plan import Operand
+from sagebwd.kernels.cuda.planned import planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.hopper import packs_v
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
@@ -47,7 +48,7 @@ def packer(config: SageConfig, head_dim: int, has_documents: bool) -> packing.Pa
     return packing.Packer(SOURCES, layout, step_q=step_q, rows_in_chunks=is_large(head_dim))
 
 
-def _packer_for(x: Tensor, params: AttentionParams) -> packing.Packer:
+def _packer_for(x: Operand, params: AttentionParams) -> packing.Packer:
     return packer(params.config, padded_head_dim(x.shape[3]), packs_v(params))
 
 
@@ -114,7 +115,7 @@ LAST_KEYS_FIRST_UP_TO = {64: 8192, 128: 2048}
 
 def _launch(
     name: str,
-    q: Tensor,
+    q: Operand,
     params: AttentionParams,
     arguments: CForward | _CDq | _CDkDv | _CBackward,
     *,
@@ -139,10 +140,9 @@ def _launch(
         UNPACKED_16BIT=params.cu_seqlens is None, **(defines | tile_macros(head_dim, macro)),
     )  # fmt: skip
     grid = min(arguments.axes.work_tiles, _multiprocessors(q.device.index))
-    kernel.launch(grid, cta.threads, arguments, CWindow.of(params.window), maps)
+    q.plan.launch(kernel, grid, cta.threads, arguments, CWindow.of(params.window), maps)
 
 
-@functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -150,12 +150,14 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
-def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+@planned_mean
+def token_mean(k: Operand, params: AttentionParams) -> Operand:
     """See :mod:`sagebwd.interface`."""
-    return packing.mean_alone(_packer_for(k, params), k, params)
+    return packing.mean_alone(k, _packer_for(k, params), params)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+@planned_forward
+def forward(q: Operand, k: Operand, v: Operand, params: AttentionParams) -> ForwardResult:
     """See :mod:`sagebwd.interface`."""
     maps = CTensorMaps()
     if params.cu_seqlens is None and not params.config.is_int8("o"):
@@ -167,15 +169,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
     )  # fmt: skip
 
 
+@planned_backward
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_out: Operand,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     saved: ForwardResult,
     params: AttentionParams,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_lse: Operand | None,
+) -> tuple[Operand, Operand, Operand]:
     """See :mod:`sagebwd.interface`."""
     config, axes = params.config, Axes.of(q, k, params)
     gradients = Gradients.like(q, k, v, axes)  # not laid out as copies below
@@ -197,8 +200,7 @@ def backward(
         axes=axes, packer=_packer_for(q, params), gradients=gradients, counters=counters,
     )  # fmt: skip
     if not config.is_int8("dq"):
-        k_mean = packing.packed_mean(saved.k_mean, k) if config.smooths_k else None
-        _launch_one_kernel(call, columns, k_mean, maps)
+        _launch_one_kernel(call, columns, saved.k_mean if config.smooths_k else None, maps)
     elif _has_tile_scales(config):  # dQ finds them
         tiles = (q.shape[0] * q.shape[1] * axes.q.blocks, axes.kv.blocks)
         tile_scales = q.new_empty((*tiles, 2), dtype=torch.float32)  # of P, of dS
@@ -206,25 +208,24 @@ def backward(
         _launch_dk_dv(call, columns, maps, tile_scales)
     else:
         _launch_dk_dv(call, columns, maps)
-        del columns  # before more is packed
         _launch_dq(call, maps)
     return gradients.finish()
 
 
-def _turns(q: Tensor, q_axis: Axis) -> int:
+def _turns(q: Operand, q_axis: Axis) -> int:
     """How many counters of turns backward.cu has: see TURNS in query_gradient.cuh."""
     of_a_block = {64: 1, 128: 4}[padded_head_dim(q.shape[3])]
     return q.shape[0] * q.shape[1] * q_axis.blocks * of_a_block
 
 
 def _axes_of(call: Backward, name: str, tile_counter: int | None) -> CAxes:
-    """The work tiles of a kernel, of queries for dq.cu, else of keys; keep it until the launch."""
+    """The work tiles of a kernel, of queries for dq.cu, else of keys."""
     tokens = work_tokens(name, padded_head_dim(call.q.shape[3]))
     return CAxes.of(call.q, call.k, call.axes, of_keys=name != "dq", tokens=tokens, tile_counter=tile_counter)
 
 
 def _launch_dk_dv(
-    call: Backward, columns: Tensor, maps: CTensorMaps, tile_scales: Tensor | None = None
+    call: Backward, columns: Operand, maps: CTensorMaps, tile_scales: Operand | None = None
 ) -> None:
     axes = _axes_of(call, "dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
@@ -234,7 +235,7 @@ def _launch_dk_dv(
     _launch("dk_dv", call.q, call.params, arguments, maps=maps, **call.macros)
 
 
-def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Tensor | None = None) -> None:
+def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Operand | None = None) -> None:
     packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.axes.kv)
     axes = _axes_of(call, "dq", call.counters.data_ptr() + 4)
     arguments = _CDq(
@@ -249,11 +250,11 @@ def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Tensor | None = N
         _launch("dq_tile_scales", call.q, call.params, arguments, maps=maps, UNSIGNED_P=unsigned_p)
 
 
-def _address(x: Tensor | None) -> int | None:
+def _address(x: Operand | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _launch_one_kernel(call: Backward, columns: Tensor, k_mean: Tensor | None, maps: CTensorMaps) -> None:
+def _launch_one_kernel(call: Backward, columns: Operand, k_mean: Operand | None, maps: CTensorMaps) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     q, params, turns = call.q, call.params, call.counters
     head_dim = padded_head_dim(q.shape[3])
@@ -276,4 +277,4 @@ def _launch_one_kernel(call: Backward, columns: Tensor, k_mean: Tensor | None, m
     axes = _axes_of(call, "dq", None)
     dq = call.gradients.dq.target
     arguments = _CFinishDq(dq_sums.data_ptr(), turns.data_ptr(), dq, axes, params.scale)
-    kernel.launch(dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)
+    q.plan.launch(kernel, dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)
