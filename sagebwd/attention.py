@@ -100,8 +100,10 @@ def sage_attention(
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
-    settings = (scale, enable_gqa, config, dropout_p, is_causal, window_size)
-    asked, window = _checked(query, key, value, settings)
+    asked, window = _checked(
+        query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p,
+        is_causal=is_causal, window_size=window_size,
+    )  # fmt: skip
     check_backward_mode(query, key, value)
     check_sinks(sinks, query)
     mask = masks.find_key_mask(query, key, attn_mask, key_padding_mask)
@@ -134,45 +136,34 @@ def sage_attention(
     return (out, lse) if return_lse else out
 
 
-#: What :func:`_check` found, by what the call looked like.
-_seen: dict[tuple[Any, ...], tuple[Window, Window]] = {}
+#: Windows of calls whose arguments were right, by what the calls looked like.
+_windows: dict[tuple[Any, ...], tuple[Window, Window]] = {}
 #: How many are remembered.
-SEEN = 8192
-#: Settings of other types may change, and are looked at each time.
+REMEMBERED = 8192
+#: Settings of other types may change, or are wrong, and are looked at each time.
 _HASHABLE = {bool, int, float, str, tuple, type(None), SageConfig}
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tuple[Window, Window]:
-    """:func:`_check`, once for all calls that look the same."""
-    is_plain = type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(map(type, settings))
-    if torch.compiler.is_compiling() or not is_plain or q.is_nested or k.is_nested or v.is_nested:
-        return _check(q, k, v, *settings)
-    known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
-    signature = (*known, is_autocast(q.device.type), settings)
-    found = _seen.get(signature)
-    if found is None:
-        found = _check(q, k, v, *settings)
-        if len(_seen) >= SEEN:
-            _seen.clear()
-        _seen[signature] = found
-    return found
+def _checked(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Window, Window]:
+    """The window of the call, and the same without limits that hide nothing. Raises what is wrong.
 
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    enable_gqa: bool,
-    config: SageConfig,
-    dropout_p: float,
-    is_causal: bool,
-    window_size: tuple[int, int],
-) -> tuple[Window, Window]:
-    """The window of the call, and the same without limits that hide nothing; raises what is wrong."""
-    check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
-    asked = Window.of(is_causal, window_size)
-    return asked, asked.narrowed(q.shape[-2], k.shape[-2])
+    Calls that look the same are checked once.
+    """
+    signature = None
+    is_plain = type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(map(type, settings.values()))
+    if is_plain and not (torch.compiler.is_compiling() or q.is_nested or k.is_nested or v.is_nested):
+        known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
+        signature = (*known, is_autocast(q.device.type), *settings.values())
+        if (found := _windows.get(signature)) is not None:
+            return found
+    asked = Window.of(settings.pop("is_causal"), settings.pop("window_size"))
+    check_arguments(q, k, v, **settings)
+    windows = asked, asked.narrowed(q.shape[-2], k.shape[-2])
+    if signature is not None:
+        if len(_windows) >= REMEMBERED:
+            _windows.clear()
+        _windows[signature] = windows
+    return windows
 
 
 def _as_plain(x: Tensor, width: int) -> Tensor:

@@ -77,10 +77,6 @@ class AttentionParams(NamedTuple):
         is_same = self.cu_seqlens is cu_seqlens and self.cu_seqlens_kv is cu_seqlens_kv
         return self if is_same else self._replace(cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv)
 
-    def without_documents(self) -> AttentionParams:
-        """The same, hashable."""
-        return self.with_documents(None, None)
-
     @property
     def kv_boundaries(self) -> Tensor | None:
         """The boundaries of documents in k and v; None without packing."""

@@ -151,7 +151,8 @@ def _with_stand_ins(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v, or what has their shapes and dtypes."""
     q = out if q is None else q
-    return q, *(stand_in(q, kv_heads, kv_tokens) if x is None else x for x in (k, v))
+    k = stand_in(q, kv_heads, kv_tokens) if k is None else k
+    return q, k, stand_in(q, kv_heads, kv_tokens) if v is None else v
 
 
 def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionParams:
@@ -214,7 +215,7 @@ def _save_for_backward(
 ) -> None:
     """``others`` are those of :meth:`_Attention.backward`."""
     ctx.kv_sizes = k.shape[1:3]
-    ctx.params = params.without_documents()  # tensors are saved below
+    ctx.params = params.with_documents(None, None)  # tensors are saved below
     needed = needed_by_backward(q, k, v, result, params)
     ctx.save_for_backward(*needed, *result, *params.boundaries, *others)
     ctx.set_materialize_grads(False)

@@ -30,8 +30,7 @@ from sagebwd.kernels.cuda.packing import (
     packed_head_dim,
     with_whole_pieces,
 )
-from sagebwd.kernels.cuda.plan import Operand
-from sagebwd.kernels.cuda.planned import planned_backward, planned_forward, planned_mean
+from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
@@ -59,17 +58,12 @@ def sources_for(architecture: str) -> Sources:
     return Sources(architecture, (Path(__file__).parent, SHARED))
 
 
-@functools.cache
-def _packer(architecture: str, layout: PackedLayout) -> Packer:
-    return Packer(sources_for(architecture), layout)
-
-
 def _packer_for(x: Operand, config: SageConfig) -> Packer:
     """Packs for these settings on the GPU of ``x``, for its head size."""
-    return _packer(_architecture(x.device), PackedLayout.of(config, x.shape[3], packs_16bit=False))
+    sources = sources_for(_architecture(x.device))
+    return Packer(sources, PackedLayout.of(config, x.shape[3], packs_16bit=False))
 
 
-@functools.cache
 def _architecture(device: torch.device) -> str:
     """As NVRTC takes it; without a GPU the oldest, for tests that compile nothing."""
     if device.type != "cuda":

@@ -97,19 +97,15 @@ class Kernel:
         Raises:
             RuntimeError: CUDA refuses the launch; with the name of its error.
         """
-        error = self._launch(grid, threads, arguments)
+        launch, stream, make_current = self._driver
+        shape = (grid, 1, 1, threads, 1, 1, self._shared_bytes)
+        error = launch(self._function, *shape, stream(self.device), arguments, 0)[0]
         if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
             # This thread has not called CUDA before: autograd runs the backward in threads of its own.
-            self._driver.make_current(self.device)
-            error = self._launch(grid, threads, arguments)
+            make_current(self.device)
+            error = launch(self._function, *shape, stream(self.device), arguments, 0)[0]
         if error:
             raise RuntimeError(f"{self.name} was not launched: {error.name}")
-
-    def _launch(self, grid: int, threads: int, arguments: int) -> Any:
-        launch, stream, _ = self._driver
-        return launch(
-            self._function, grid, 1, 1, threads, 1, 1, self._shared_bytes, stream(self.device), arguments, 0
-        )[0]
 
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.interface import AttentionParams
+from sagebwd.interface import AttentionParams, ForwardResult
 
 #: How many plans are remembered: models and batches have many shapes, and a plan takes about 10 KB.
 PLANS = 2048
@@ -75,7 +75,7 @@ class Operand:
 
     def new_empty(self, shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> Operand:
         shape = (shape,) if isinstance(shape, int) else shape
-        return Operand(self.plan, shape, dtype=self.dtype if dtype is None else dtype)
+        return Operand(self.plan, shape, dtype=dtype or self.dtype)
 
     def new_result(self) -> Operand:
         """Laid out as this tensor, as ``empty_like`` does; (B, N, H, D) in memory if it is a stand-in."""
@@ -228,32 +228,75 @@ class Plan:
         return [tensors[i] for i in self._results]
 
 
-def run(
-    function: Callable[..., Sequence[Operand]], params: AttentionParams, tensors: Sequence[Tensor | None]
-) -> list[Tensor]:
-    """What ``function(*operands, params=params)`` returns, computed on these tensors.
+# --- Functions of operands as functions of tensors ---------------------------------------------------------
 
-    Args:
-        function: called once for each signature. What it returns and launches depends on its arguments only.
-        params: without tensors.
-        tensors: the first, which tells the device, is never None.
+
+def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
+    """``forward`` of a kernel set, from the same function of operands."""
+
+    @functools.wraps(write)
+    def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+        return ForwardResult(*run(write, params, (q, k, v)))
+
+    return forward
+
+
+def planned_backward(write: Callable[..., Sequence[Operand]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``backward`` of a kernel set, from the same function of operands."""
+
+    def write_flat(*operands: Any) -> Sequence[Operand]:
+        grad_out, q, k, v, grad_lse, *saved, params = operands
+        return write(grad_out, q, k, v, ForwardResult(*saved), params, grad_lse)
+
+    @functools.wraps(write)
+    def backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        saved: ForwardResult,
+        params: AttentionParams,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        return tuple(run(write_flat, params, (grad_out, q, k, v, grad_lse, *saved)))
+
+    return backward
+
+
+def planned_mean(write: Callable[..., Operand]) -> Callable[..., Tensor]:
+    """``token_mean`` of a kernel set, from the same function of operands."""
+
+    def write_list(*operands: Any) -> list[Operand]:
+        return [write(*operands)]
+
+    return functools.wraps(write)(lambda k, params: run(write_list, params, (k,))[0])
+
+
+def run(
+    write: Callable[..., Sequence[Operand]], params: AttentionParams, tensors: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """What ``write(*operands, params)`` returns, computed on these tensors, of which the first is never None.
+
+    ``write`` is called once for each signature. It may look at nothing but its arguments.
     """
+    tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
     known = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
-    return plan_of(function, params, tensors[0].device, tuple(known)).run(tensors)
+    plan = plan_of(write, params.with_documents(None, None), tensors[0].device, tuple(known))
+    return plan.run(tensors)
 
 
 @functools.lru_cache(PLANS)
 def plan_of(
-    function: Callable[..., Sequence[Operand]],
+    write: Callable[..., Sequence[Operand]],
     params: AttentionParams,
     device: torch.device,
     signature: tuple[tuple[Any, ...] | None, ...],
 ) -> Plan:
     """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None."""
     plan = Plan(device)
-    operands = [Operand(plan, *(known or ((),))) for known in signature]
-    given = [None if known is None else x for known, x in zip(signature, operands, strict=True)]
-    plan.finish(len(operands), function(*given, params=params))
+    inputs = [Operand(plan, *(known or ((),))) for known in signature]
+    *given, cu_seqlens, cu_seqlens_kv = (known and x for known, x in zip(signature, inputs, strict=True))
+    plan.finish(len(inputs), write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv)))
     return plan
 
 

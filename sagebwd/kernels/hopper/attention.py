@@ -28,8 +28,7 @@ from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, pointers
 from sagebwd.kernels.cuda.backward import Backward, Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.plan import Operand
-from sagebwd.kernels.cuda.planned import planned_backward, planned_forward, planned_mean
+from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.hopper import packs_v
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
@@ -40,16 +39,12 @@ from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
 
 
-@functools.cache
-def packer(config: SageConfig, head_dim: int, has_documents: bool) -> packing.Packer:
-    """Packs for these settings and this head size, with packed documents or without."""
-    layout = packing.PackedLayout.of(config, head_dim, packs_16bit=has_documents)
-    step_q = STEP_Q if _has_tile_scales(config) else None
-    return packing.Packer(SOURCES, layout, step_q=step_q, rows_in_chunks=is_large(head_dim))
-
-
 def _packer_for(x: Operand, params: AttentionParams) -> packing.Packer:
-    return packer(params.config, padded_head_dim(x.shape[3]), packs_v(params))
+    """Packs for these settings and this head size, with packed documents or without."""
+    head_dim = padded_head_dim(x.shape[3])
+    layout = packing.PackedLayout.of(params.config, head_dim, packs_16bit=packs_v(params))
+    step_q = STEP_Q if _has_tile_scales(params.config) else None
+    return packing.Packer(SOURCES, layout, step_q=step_q, rows_in_chunks=is_large(head_dim))
 
 
 def _has_tile_scales(config: SageConfig) -> bool:

@@ -132,22 +132,6 @@ def test_a_thread_without_context_gets_one(errors):
     assert len(fake.launches) == 2
 
 
-def test_threads_do_not_mix_their_arguments():
-    barrier, seen = threading.Barrier(4), []
-
-    def launch(*arguments):
-        pointer = ctypes.c_void_p.from_address(arguments[-2]).value
-        before = ctypes.c_int.from_address(pointer).value
-        barrier.wait(timeout=10)  # all threads are inside the driver now
-        seen.append((before, ctypes.c_int.from_address(pointer).value))
-        return (Error.CUDA_SUCCESS,)
-
-    kernel = Kernel("some_kernel", 1, 0, 0, Driver(launch, lambda device: 0, lambda device: None))
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: start(kernel, 1, 32, i), range(40)))
-    assert sorted(seen) == [(i, i) for i in range(40)]
-
-
 # --- Loading -----------------------------------------------------------------------------------------------
 
 
