@@ -246,7 +246,7 @@ class _Saved(NamedTuple):
     def gradients(
         self, grad_out: Tensor | None, grad_lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
+        """dq, dk, dv; with create_graph the operator refuses to give more."""
         needed, kv_sizes, result, params, _ = self
         grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
         if not torch.is_grad_enabled() and not _is_watched(grad_out, *needed, *params.boundaries):
@@ -315,15 +315,6 @@ def _is_watched(*tensors: Tensor | None) -> bool:
     )
 
 
-def _below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Skips the operators' layer of autograd, in Python, which has nothing to do where no graph is recorded.
-
-    Dispatch modes, tensor subclasses and profilers still see the operators.
-    """
-    is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return contextlib.nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd()
-
-
 class _Attention(torch.autograd.Function):
     """The autograd of ``sagebwd::forward``, of lse and of sinks in one, without layers for tracing."""
 
@@ -352,8 +343,7 @@ def _forward_with_lse(
 ) -> tuple[ForwardResult, Tensor | None]:
     """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
     if _is_watched(q, k, v, *params.boundaries):
-        with _below_autograd():
-            result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
+        result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
     else:
         result = _run_forward(q, k, v, params)
     if sinks is None and not with_lse:
@@ -373,8 +363,7 @@ def _gradients_with_lse(
         of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
     dq = dk = dv = dsinks = None
     if needs_qkv:
-        with _below_autograd():  # with create_graph the operator refuses
-            dq, dk, dv = saved.gradients(grad_out, of_result)
+        dq, dk, dv = saved.gradients(grad_out, of_result)
     if grad_lse is not None or sinks is not None:
         dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
     return dq, dk, dv, dsinks

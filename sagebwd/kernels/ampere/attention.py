@@ -18,7 +18,7 @@ from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, pointers
+from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
 from sagebwd.kernels.cuda.backward import Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
@@ -126,7 +126,7 @@ def backward(
     saved: ForwardResult,
     params: AttentionParams,
     grad_lse: Operand | None,
-) -> tuple[Operand, Operand, Operand]:
+) -> tuple[Operand, ...]:
     """See :mod:`sagebwd.interface`. V is not packed, so v is no stand-in."""
     config, axes = params.config, Axes.of(q, k, params)
     # Not laid out as a copy of v is. No CTA visits queries that see no key.
@@ -134,7 +134,7 @@ def backward(
     grad_out, v = with_whole_pieces(grad_out), with_whole_pieces(v)
     q_blocks = q.shape[0] * q.shape[1] * axes.q.blocks
     # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
-    call, columns = prepare(
+    call = prepare(
         grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, config), gradients=gradients, counters=q_blocks + 1,
     )  # fmt: skip
@@ -148,8 +148,7 @@ def backward(
     tile_counter = turns + 4 * q_blocks
     work = CAxes.of(q, k, axes, of_keys=True, tokens=block_kv, tile_counter=tile_counter)
     arguments = CBackward(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        None if packed_k_columns is None else packed_k_columns.data_ptr(),
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv, packed_k_columns),
         CTokenTensor.of(v), CTokenTensor.of(grad_out), *(x.target for x in gradients),
         dq_sums.data_ptr(), turns, work, params.scale,
     )  # fmt: skip
@@ -157,4 +156,4 @@ def backward(
     scales_of_tiles = config.granularity == "block"
     macros = {"SCALES_OF_TILES": scales_of_tiles, "DP_FP16": config.dp_fp16_accumulation, **call.macros}
     _launch(source, q, params, arguments, **macros)
-    return gradients.finish()
+    return tuple(x.tensor for x in gradients)

@@ -19,6 +19,11 @@ def pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, ctypes.c_void_p) for name in names]
 
 
+def addresses(*operands: Operand | None) -> list[int]:
+    """Pointers to these, null for None."""
+    return [0 if x is None else x.data_ptr() for x in operands]
+
+
 class CTokenTensor(ctypes.Structure):
     """``TokenTensor`` of layout.cuh: a tensor (B, H, N, D), its strides in elements."""
 
@@ -67,14 +72,10 @@ class Result:
     """
 
     def __init__(self, x: Operand, axis: Axis, *, is_zeroed: bool = False) -> None:
-        self._result = x.new_result()
-        self._buffer = self._result if self._result.stride(3) == 1 else x.new_empty(x.shape)
+        self.tensor = filled = x.new_result()
+        if filled.stride(3) != 1:
+            filled = x.new_empty(x.shape)
+            self.tensor.copy_(filled)
         if is_zeroed or axis.segments is not None:
-            self._buffer.fill_(0)
-        self.target = CTokenTensor.of(self._buffer)
-
-    def finish(self) -> Operand:
-        """The tensor, filled."""
-        if self._buffer is not self._result:
-            self._result.copy_(self._buffer)
-        return self._result
+            filled.fill_(0)
+        self.target = CTokenTensor.of(filled)

@@ -25,15 +25,11 @@ class Gradients(NamedTuple):
         """Laid out as q, k, v. ``zeroes_dq``: as ``is_zeroed`` of :class:`Result`."""
         return cls(Result(q, axes.q, is_zeroed=zeroes_dq), Result(k, axes.kv), Result(v, axes.kv))
 
-    def finish(self) -> tuple[Operand, Operand, Operand]:
-        """The tensors, filled."""
-        return self.dq.finish(), self.dk.finish(), self.dv.finish()
-
 
 class Backward(NamedTuple):
     """What the backward kernels take. Of q and k only shapes, dtype and device are used.
 
-    packed_q, packed_kv, packed_grad: of :class:`Packer`.
+    packed_q, packed_kv, packed_grad, columns: of :class:`Packer`; columns of Q and dO.
     counters: int32, zero.
     """
 
@@ -45,6 +41,7 @@ class Backward(NamedTuple):
     packed_q: Operand
     packed_kv: Operand
     packed_grad: Operand
+    columns: Operand
     gradients: Gradients
     counters: Operand
 
@@ -68,16 +65,13 @@ def prepare(
     packer: Packer,
     gradients: Gradients,
     counters: int,
-) -> tuple[Backward, Operand]:
+) -> Backward:
     """Pack what the forward did not, and dO.
 
     Args:
         q, k, v: stand-ins (see :func:`sagebwd.kernels.layout.stand_in`) where ``saved`` has them packed: q
             unless dK is in 16 bit, k unless dQ is and, if V is packed, v.
         counters: how many int32 to set to zero.
-
-    Returns:
-        And columns of Q and dO.
     """
     config = params.config
     packed_q, packed_kv = saved.packed_q, saved.packed_kv
@@ -86,11 +80,10 @@ def prepare(
     if not packed_q.numel():
         packed_q = packer.pack_q(q, axes.q)
     counted = q.new_empty(counters, dtype=torch.int32)
-    packed_grad, columns = packer.pack_grad(
+    of_grad = packer.pack_grad(
         q, packed_q, grad_out, saved.out, saved.lse, axes.q,
         out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,
         p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"),
         dp_fp16=config.dp_fp16_accumulation, counters=counted,
     )  # fmt: skip
-    packed = (packed_q, packed_kv, packed_grad)
-    return Backward(q, k, params, axes, packer, *packed, gradients, counted), columns
+    return Backward(q, k, params, axes, packer, packed_q, packed_kv, *of_grad, gradients, counted)

@@ -182,6 +182,7 @@ class Plan:
                 self._pointers.append((position // 8, place, offset + part))
             else:
                 self._described.append((position, place, kind.describe(x)))
+        del self.operands, self.calls, self.copies  # what is kept is above
 
     def _find_addresses(self) -> list[tuple[Operand, int, int, type, int]]:
         """Operand, offset in it, position among all arguments, type, and launch of each of its addresses."""
@@ -329,8 +330,13 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of ``empty_like``."""
-    if strides == _contiguous(shape):
+    """Those of ``empty_like``: the same, if the memory has no gaps."""
+    size = 1
+    for stride, n in sorted(x for x in zip(strides, shape, strict=True) if x[1] > 1):
+        if stride != size:
+            break
+        size *= n
+    if size == prod(shape):
         return strides
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 

@@ -24,7 +24,7 @@ from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernel_rules import has_16_bit_s, is_large
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
-from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, pointers
+from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
 from sagebwd.kernels.cuda.backward import Backward, Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
@@ -173,7 +173,7 @@ def backward(
     saved: ForwardResult,
     params: AttentionParams,
     grad_lse: Operand | None,
-) -> tuple[Operand, Operand, Operand]:
+) -> tuple[Operand, ...]:
     """See :mod:`sagebwd.interface`."""
     config, axes = params.config, Axes.of(q, k, params)
     gradients = Gradients.like(q, k, v, axes)  # not laid out as copies below
@@ -190,21 +190,21 @@ def backward(
     # Two kernels count the work tiles that were taken. One counts, before these, how many were added to each
     # chunk of dQ.
     counters = 2 if config.is_int8("dq") else _turns(q, axes.q) + 1
-    call, columns = prepare(
+    call = prepare(
         grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, params), gradients=gradients, counters=counters,
     )  # fmt: skip
     if not config.is_int8("dq"):
-        _launch_one_kernel(call, columns, saved.k_mean if config.smooths_k else None, maps)
+        _launch_one_kernel(call, saved.k_mean if config.smooths_k else None, maps)
     elif _has_tile_scales(config):  # dQ finds them
         tiles = (q.shape[0] * q.shape[1] * axes.q.blocks, axes.kv.blocks)
         tile_scales = q.new_empty((*tiles, 2), dtype=torch.float32)  # of P, of dS
         _launch_dq(call, maps, tile_scales)
-        _launch_dk_dv(call, columns, maps, tile_scales)
+        _launch_dk_dv(call, maps, tile_scales)
     else:
-        _launch_dk_dv(call, columns, maps)
+        _launch_dk_dv(call, maps)
         _launch_dq(call, maps)
-    return gradients.finish()
+    return tuple(x.tensor for x in gradients)
 
 
 def _turns(q: Operand, q_axis: Axis) -> int:
@@ -219,13 +219,11 @@ def _axes_of(call: Backward, name: str, tile_counter: int | None) -> CAxes:
     return CAxes.of(call.q, call.k, call.axes, of_keys=name != "dq", tokens=tokens, tile_counter=tile_counter)
 
 
-def _launch_dk_dv(
-    call: Backward, columns: Operand, maps: CTensorMaps, tile_scales: Operand | None = None
-) -> None:
+def _launch_dk_dv(call: Backward, maps: CTensorMaps, tile_scales: Operand | None = None) -> None:
     axes = _axes_of(call, "dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.gradients.dk.target, call.gradients.dv.target, axes, call.params.scale, _address(tile_scales),
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv),
+        call.gradients.dk.target, call.gradients.dv.target, axes, call.params.scale, *addresses(tile_scales),
     )  # fmt: skip
     _launch("dk_dv", call.q, call.params, arguments, maps=maps, **call.macros)
 
@@ -234,9 +232,8 @@ def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Operand | None = 
     packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.axes.kv)
     axes = _axes_of(call, "dq", call.counters.data_ptr() + 4)
     arguments = _CDq(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), call.packed_kv.data_ptr(),
-        packed_k_columns.data_ptr(), call.gradients.dq.target, axes, call.params.scale,
-        _address(tile_scales),
+        *addresses(call.packed_q, call.packed_grad, call.packed_kv, packed_k_columns),
+        call.gradients.dq.target, axes, call.params.scale, *addresses(tile_scales),
     )  # fmt: skip
     if tile_scales is None:
         _launch("dq", call.q, call.params, arguments, maps=maps)
@@ -245,11 +242,7 @@ def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Operand | None = 
         _launch("dq_tile_scales", call.q, call.params, arguments, maps=maps, UNSIGNED_P=unsigned_p)
 
 
-def _address(x: Operand | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _launch_one_kernel(call: Backward, columns: Operand, k_mean: Operand | None, maps: CTensorMaps) -> None:
+def _launch_one_kernel(call: Backward, k_mean: Operand | None, maps: CTensorMaps) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     q, params, turns = call.q, call.params, call.counters
     head_dim = padded_head_dim(q.shape[3])
@@ -257,9 +250,9 @@ def _launch_one_kernel(call: Backward, columns: Operand, k_mean: Operand | None,
     dq_sums = q.new_empty((padded, head_dim), dtype=torch.float32)
     axes = _axes_of(call, "backward", turns.data_ptr() + 4 * _turns(q, call.axes.q))
     arguments = _CBackward(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        _address(k_mean), call.gradients.dk.target, call.gradients.dv.target, dq_sums.data_ptr(),
-        turns.data_ptr(), axes, params.scale, params.documents, LAST_KEYS_FIRST_UP_TO[head_dim],
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv, k_mean),
+        call.gradients.dk.target, call.gradients.dv.target, *addresses(dq_sums, turns), axes, params.scale,
+        params.documents, LAST_KEYS_FIRST_UP_TO[head_dim],
     )  # fmt: skip
     dk_16bit = not params.config.is_int8("dk")
     _launch("backward", q, params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
@@ -271,5 +264,5 @@ def _launch_one_kernel(call: Backward, columns: Operand, k_mean: Operand | None,
     )  # fmt: skip
     axes = _axes_of(call, "dq", None)
     dq = call.gradients.dq.target
-    arguments = _CFinishDq(dq_sums.data_ptr(), turns.data_ptr(), dq, axes, params.scale)
+    arguments = _CFinishDq(*addresses(dq_sums, turns), dq, axes, params.scale)
     q.plan.launch(kernel, dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)
