@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd import sage_attention
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper.tensor_map import CTensorMap
-from sagebwd.kernels.layout import Axis, whole_axis
 from sagebwd.window import CAUSAL
 
 PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, pack_for_backward=True)
@@ -91,16 +89,3 @@ def test_triton(sample, monkeypatch):
         (["block_sum", "mean", "quantize", "quantize", "quantize", "forward"], []),
         (["quantize", "quantize", "quantize_grad", "dk_dv", "dq"], []),
     )
-
-
-def test_whoever_watches_operators_sees_those_that_skip_autograd(sample):
-    q, k, v, grad_out = (x.clone().requires_grad_() for x in sample)
-    with Operators() as ran:
-        sage_attention(q, k, v, is_causal=True).backward(grad_out.detach())
-    ours = [name for name in ran.names if name.startswith("sagebwd.")]
-    assert ours == ["sagebwd.forward", "sagebwd.backward"]
-
-
-@pytest.mark.parametrize(("n", "block"), [(1, 64), (130, 64), (128, 128)])
-def test_a_remembered_axis_is_that_of_every_call(n, block):
-    assert whole_axis(n, block) == Axis.of(n, block, None)

@@ -235,14 +235,6 @@ def test_a_kernel_that_is_not_loaded_is_named(fails, loads):
         loads(FakeLoader(fails))
 
 
-def test_a_context_is_retained_once(loads):
-    fake = FakeLoader()
-    loads(fake)
-    launch.make_current(3)
-    assert [name for name, *_ in fake.calls].count("cuDevicePrimaryCtxRetain") == 1
-    assert [name for name, *_ in fake.calls].count("cuCtxSetCurrent") == 2
-
-
 # --- On a GPU ----------------------------------------------------------------------------------------------
 
 
@@ -286,24 +278,6 @@ def test_structures_arrive(minimal):
 
 
 @pytest.mark.gpu
-def test_launches_from_new_threads(minimal):
-    x = torch.zeros(100, dtype=torch.int32, device="cuda")
-    store, errors = minimal("store_kernel", VALUE=1), []
-
-    def launch():
-        try:
-            store.launch(1, 128, x, 100)
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=launch)
-    thread.start()
-    thread.join()
-    assert not errors
-    assert x.eq(2).all()
-
-
-@pytest.mark.gpu
 def test_loads_in_a_new_thread(minimal):
     """Which has no context of CUDA: autograd runs the first backward in a thread of its own."""
     x = torch.zeros(100, dtype=torch.int32, device="cuda")
@@ -311,14 +285,6 @@ def test_loads_in_a_new_thread(minimal):
         pool.submit(lambda: minimal("store_kernel", VALUE=2).launch(1, 128, x, 100)).result()
     torch.cuda.synchronize()
     assert x.eq(3).all()
-
-
-@pytest.mark.gpu
-def test_errors_of_the_driver_are_named(minimal):
-    with pytest.raises(RuntimeError, match="store_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        minimal("store_kernel", VALUE=1).launch(1, 4096, None, 0)
-    with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
-        minimal("store_kernel", VALUE=1).launch(1, 128, None, None)
 
 
 @pytest.mark.gpu
