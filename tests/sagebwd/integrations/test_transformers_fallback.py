@@ -11,7 +11,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import masking_utils
 
 import sagebwd
-from sagebwd.integrations.transformers import register
 from sagebwd.window import CAUSAL
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
@@ -256,11 +255,6 @@ def test_queries_shared_by_the_batch_go_to_full_precision(draw):
     assert error(out, scaled_dot_product_attention(q[:1], k, v).transpose(1, 2)) < EXACT
 
 
-def test_an_unknown_fallback_is_refused():
-    with pytest.raises(ValueError, match="fallback is 'eager'"):
-        register("sagebwd-x", fallback="eager")
-
-
 STARTS = torch.tensor([0, 4, 10])
 #: By name: changes of a Mistral config, inputs of its forward, and a word of the message.
 BAD_MODELS = {
@@ -334,11 +328,6 @@ def test_what_would_change_the_result_is_refused(draw, lengths, arguments):
     mask = [arguments.pop("attention_mask")] if "attention_mask" in (arguments := dict(arguments)) else []
     with pytest.raises((NotImplementedError, ValueError)):
         call(q, k, v, *mask, **arguments)
-
-
-def test_a_layer_that_passes_its_scaling_is_computed(draw):
-    q, k, v, _ = draw(6)
-    call(q, k, v, module=SimpleNamespace(scale_attn_weights=False), scaling=0.1)
 
 
 def test_an_argument_passes_unless_the_models_own_attention_reads_it(draw, monkeypatch):

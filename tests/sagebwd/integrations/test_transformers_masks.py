@@ -100,13 +100,6 @@ def test_each_sign_of_a_new_document_is_enough(draw, documents, is_causal):
         assert error(out[:, half], alone) < EXACT
 
 
-def test_position_ids_that_are_not_of_a_text_are_left_alone(draw):
-    q, k, v, _ = draw(6)
-    plain, _ = call(q, k, v)
-    for shape in ((3, 2, 6), (2, 6, 2), (2, 5), (6,)):
-        assert torch.equal(call(q, k, v, position_ids=torch.zeros(shape, dtype=torch.int64))[0], plain)
-
-
 def test_hidden_tokens_give_zero_and_get_no_gradient(draw):
     q, k, v, grad_out = draw(6)
     tensors = [x.requires_grad_() for x in (q, k, v)]
