@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.interface import AttentionParams
-from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, backward, forward
 from sagebwd.window import Window
 from tests.inputs import gradients
@@ -29,24 +28,13 @@ def test_runs_the_reference(draw, dtype):
         assert torch.equal(x, getattr(result, name))
 
 
-@pytest.mark.parametrize(
-    ("args", "kwargs"),
-    [
-        ((), {}),
-        ((None, 0.0, True), {}),
-        ((), {"attn_mask": None, "dropout_p": 0.0, "is_causal": True, "scale": 0.3}),
-        ((), {"is_causal": True, "enable_gqa": True}),
-    ],
-)
-@pytest.mark.parametrize(("n_q", "n_kv"), [(50, 50), (31, 77), (77, 31)])
-def test_means_what_torch_means(draw, args, kwargs, n_q, n_kv):
-    inputs = draw(n_q, n_kv, heads=4, kv_heads=2 if kwargs.get("enable_gqa") else 4)
-    ours = gradients(sage_attention, *inputs, *args, **kwargs, config=NO_INT8)
-    torchs = gradients(scaled_dot_product_attention, *inputs, *args, **kwargs)
+def test_arguments_are_in_the_order_of_torch(draw):
+    """By name they are tested in test_shapes.py."""
+    inputs = draw(31, 77, heads=4)
+    torchs = gradients(scaled_dot_product_attention, *inputs, None, 0.0, True)
+    ours = gradients(sage_attention, *inputs, None, 0.0, True, config=NO_INT8)
     for x, y in zip(ours, torchs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    quantized = gradients(sage_attention, *inputs, *args, **kwargs)
-    assert all(relative_l2(x, y) < 0.03 for x, y in zip(quantized, torchs, strict=True))
 
 
 def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from sagebwd import SageConfig
 from sagebwd.integrations import flash_attn
-from sagebwd.integrations.alignment import align
 from sagebwd.metrics import relative_l2
 
 EXACT = SageConfig(int8_matmuls=())
@@ -49,18 +48,6 @@ def assert_same(
     expected = torch.autograd.grad(truth, leaves, grad_out.double())
     for gradient, x in zip(gradients, expected, strict=True):
         assert relative_l2(gradient, x) < bound or (gradient - x).abs().max() < 1e-6, name
-
-
-def test_masks_counted_from_the_first_are_those_counted_from_the_last():
-    for n_q, n_kv, window in itertools.product(range(1, 7), range(1, 7), WINDOWS):
-        aligned = align(n_q, n_kv, window)
-        first_query, first_key, (left, right) = aligned.first_query, aligned.first_key, aligned.window
-        seen = torch.zeros(n_q, n_kv, dtype=torch.bool)
-        distance = torch.arange(n_kv - first_key) - torch.arange(n_q - first_query)[:, None]
-        seen[first_query:, first_key:] = (distance >= -(left if left >= 0 else 99)) & (
-            distance <= (right if right >= 0 else 99)
-        )
-        assert torch.equal(seen, is_seen(n_q, n_kv, window)), (n_q, n_kv, window)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)

@@ -10,7 +10,7 @@ from transformers import AttentionInterface, masking_utils
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.integrations.transformers import register
-from sagebwd.integrations.transformers_masks import decode, encode
+from sagebwd.integrations.transformers_masks import decode
 from sagebwd.integrations.varlen import REMEMBERED, remember_recent
 from sagebwd.window import CAUSAL, FULL, Window
 from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, described, error, prepare_mask
@@ -215,20 +215,6 @@ def test_a_mask_that_is_neither_a_window_nor_documents_is_refused_or_made_in_ful
         prepare_mask(**image, local_size=7)
     seen = prepare_mask("sagebwd-or-full", **image)
     assert torch.equal(seen, prepare_mask("sdpa", **image, allow_is_causal_skip=False))
-
-
-def test_a_described_mask_stays_one_where_it_goes_and_is_for_handing_on_alone():
-    mask = described(torch.tensor([[0, 1, 1]]), (2, 0))
-    for same in (mask.to("cpu", copy=True), mask.detach(), mask[:, :, :, :3], mask.clone()):
-        assert show(same) == ([[0, 1, 1]], (2, 0))
-    assert show(mask[..., :2]) == ([[0, 1]], (2, 0))
-    plain = encode(Window(2, 0), None, None, 1, 3, "cpu")
-    for window in (CAUSAL, FULL, Window(2, 0), Window(0, 5)):
-        for x in (plain.clone(), encode(window, None, None, 1, 3, "cpu")):
-            with pytest.raises(RuntimeError, match="must match the size"):
-                x + torch.zeros(1, 4, 3, 3)
-    for ordinary in (torch.ones(2, 2, 3, 3, dtype=torch.bool), torch.zeros(2, 2, 3, 3), torch.ones(2, 6)):
-        assert decode(ordinary) is None
 
 
 def test_recent_layouts_are_remembered_until_a_tensor_changes():

@@ -180,13 +180,6 @@ def test_the_backward_subtracts_the_mean_that_it_gets(sample, boundaries, kernel
 
 
 @every_backend
-@public_and_operator
-def test_compiled_equals_eager(sample, compiled, causal, function, backend):
-    inputs = sample()
-    assert_same(gradients(compiled(function, backend), *inputs), gradients(causal, *inputs))
-
-
-@every_backend
 def test_compiled_once_for_all_lengths(sample, device, compiled, kernel_set, backend):
     """With packed documents and a config of its own."""
     kernels, config = kernel_set.name, kernel_set.another_config
