@@ -18,12 +18,13 @@ def largest_logit(q, k):
 
 
 def gradients(function, q, k, v, grad_out, *arguments, **settings):
-    """[out, dq, dk, dv]."""
+    """[out, dq, dk, dv], and lse if the function returns it."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves, *arguments, **settings)
+    result = function(*leaves, *arguments, **settings)
+    out, *lse = result if isinstance(result, tuple) else (result,)
     assert out.requires_grad
     out.backward(grad_out)  # a reentrant checkpoint does not support torch.autograd.grad
-    return [out.detach(), *(x.grad for x in leaves)]
+    return [out.detach(), *(x.grad for x in leaves), *lse]
 
 
 def assert_same(found, expected):

@@ -21,6 +21,7 @@ from diffusers.models.attention_dispatch import (
 )
 
 from sagebwd.integrations.diffusers import check, find_bypasses, register
+from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations import diffusers_families as families
 
 EXACT = 1e-5
@@ -57,10 +58,6 @@ def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, **arguments: object) 
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))]
 
 
-def error(x: Tensor, truth: Tensor) -> float:
-    return ((x - truth).norm() / truth.norm()).item()
-
-
 # Models
 
 
@@ -77,7 +74,7 @@ def test_layout_heads_mask_and_scale_are_diffusers(heads, arguments):
     for x, truth in zip(
         compute("sagebwd_exact", *tensors, **arguments), compute("native", *tensors, **arguments), strict=True
     ):
-        assert error(x, truth) < EXACT
+        assert relative_l2(x, truth) < EXACT
 
 
 def hidden_keys(dtype: torch.dtype) -> Tensor:
@@ -102,7 +99,7 @@ def test_masks_of_keys(dtype, expand):
     mask, tensors = expand(hidden_keys(dtype)), inputs()
     found = compute("sagebwd_exact", *tensors, attn_mask=mask)
     for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
-        assert error(x, truth) < EXACT
+        assert relative_l2(x, truth) < EXACT
     assert not found[2][1, 4:7].any()
     assert not found[3][1, 15:].any()
 
@@ -122,7 +119,7 @@ def test_values_may_have_another_width():
     q, k, _ = inputs()
     v = torch.randn(2, 19, 4, 24, requires_grad=True)
     for x, truth in zip(compute("sagebwd_exact", q, k, v), compute("native", q, k, v), strict=True):
-        assert error(x, truth) < EXACT
+        assert relative_l2(x, truth) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -146,7 +143,7 @@ def test_masks_of_each_query_that_sagebwd_computes(name, dtype):
     for backend in ("sagebwd_exact", "native"):
         out = seen * dispatch_attention_fn(q, k, v, backend=backend, attn_mask=mask)
         results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
-    assert all(error(x, truth) < EXACT for x, truth in zip(*results, strict=True))
+    assert all(relative_l2(x, truth) < EXACT for x, truth in zip(*results, strict=True))
     assert [(row.kernels, row.calls) for row in sagebwd.report().rows] == [("reference", 1)]
 
 
@@ -194,7 +191,7 @@ def test_on_a_gpu_the_kernels_compute_it():
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
         true_gradients = torch.autograd.grad(truth.sum(), (q, k, v))
         for x, y in zip((out.detach(), *gradients), (truth.detach(), *true_gradients), strict=True):
-            assert error(x.float(), y.float()) < 0.1
+            assert relative_l2(x.float(), y.float()) < 0.1
     assert "reference" not in {row.kernels for row in sagebwd.report().rows}
 
 

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
     GQA,
@@ -18,7 +19,6 @@ from tests.sagebwd.integrations.tiny_models import (
     VOCABULARY,
     assert_same_gradients,
     draw_tokens,
-    error,
     make,
     packed,
     padded,
@@ -32,7 +32,7 @@ def test_without_int8_a_model_trains_as_with_sdpa(name):
     truth = train_step(model, "sdpa", input_ids=tokens, labels=tokens)
     found = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
     assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert error(found.logits, truth.logits) < EXACT
+    assert relative_l2(found.logits, truth.logits) < EXACT
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
 
@@ -44,7 +44,7 @@ def test_int8_costs_a_model_its_rounding_and_no_more(name, attention):
     truth = train_step(model, "sdpa", input_ids=tokens, labels=tokens)
     found = train_step(model, attention, input_ids=tokens, labels=tokens)
     assert found.loss == pytest.approx(truth.loss, rel=INT8_LOSS)
-    assert EXACT < error(found.logits, truth.logits) < INT8_OUTPUT
+    assert EXACT < relative_l2(found.logits, truth.logits) < INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
 
 
@@ -68,9 +68,9 @@ def test_a_decoder_with_is_causal_false_attends_in_both_directions():
         train_step(model, attention, input_ids=tokens, labels=tokens, is_causal=False)
         for attention in ("sdpa", "sagebwd-exact")
     )
-    assert error(found.logits, truth.logits) < EXACT
+    assert relative_l2(found.logits, truth.logits) < EXACT
     causal = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
-    assert error(causal.logits, truth.logits) > 0.1
+    assert relative_l2(causal.logits, truth.logits) > 0.1
 
 
 # Padding
@@ -85,10 +85,10 @@ def test_padding_is_as_with_sdpa_at_the_real_tokens(name, side):
     truth = train_step(model, "sdpa", **inputs)
     found = train_step(model, "sagebwd-exact", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert error(found.logits[real], truth.logits[real]) < EXACT
+    assert relative_l2(found.logits[real], truth.logits[real]) < EXACT
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
     found = train_step(model, "sagebwd", **inputs)
-    assert error(found.logits[real], truth.logits[real]) < INT8_OUTPUT
+    assert relative_l2(found.logits[real], truth.logits[real]) < INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
 
 
@@ -100,7 +100,7 @@ def test_a_hole_in_the_mask_hides_its_keys_and_parts_no_document():
     for positions in (None, (inputs["attention_mask"].cumsum(1) - 1).masked_fill(~real, 1)):
         truth = train_step(model, "sdpa", **inputs, position_ids=positions)
         found = train_step(model, "sagebwd-exact", **inputs, position_ids=positions)
-        assert error(found.logits[real], truth.logits[real]) < EXACT
+        assert relative_l2(found.logits[real], truth.logits[real]) < EXACT
 
 
 @pytest.mark.parametrize("n_target", [20, 33, 40])
@@ -127,7 +127,7 @@ def test_cross_attention_to_a_padded_source_is_as_with_sdpa(n_target):
     # As many target as source tokens, 33, is a trap: a hidden key must not hide the query in its place.
     inputs["labels"] = draw_tokens(3, n_target, seed=1)
     truth, found = (train_step(model, attention, **inputs) for attention in ("sdpa", "sagebwd-exact"))
-    assert error(found.logits, truth.logits) < EXACT
+    assert relative_l2(found.logits, truth.logits) < EXACT
 
 
 # Windows
@@ -158,7 +158,7 @@ def test_a_window_in_int8_costs_its_rounding_and_matters():
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
     wide = train_step(make("mistral"), "sdpa", **inputs)
     real = inputs["attention_mask"].bool()
-    assert error(wide.logits[real], truth.logits[real]) > 0.1
+    assert relative_l2(wide.logits[real], truth.logits[real]) > 0.1
 
 
 def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_distances():
@@ -198,7 +198,7 @@ def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
     truth = train_step(model, "sdpa", **inputs)
     found = train_step(model, "sagebwd", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=2 * INT8_LOSS)
-    assert error(found.logits[real], truth.logits[real]) < 2 * INT8_OUTPUT
+    assert relative_l2(found.logits[real], truth.logits[real]) < 2 * INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, 2 * INT8_GRADIENT)
 
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
     assert_same_gradients,
     draw_tokens,
-    error,
     make,
     train_step,
 )
@@ -74,6 +74,6 @@ def test_a_cache_continues_where_it_stands_and_passes_gradients():
     second = model(tokens[:, 11:], past_key_values=first.past_key_values)
     logits = torch.cat([first.logits, second.logits], 1)
     nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    assert error(logits.detach(), truth.logits) < EXACT
+    assert relative_l2(logits.detach(), truth.logits) < EXACT
     found = {name: p.grad for name, p in model.named_parameters()}
     assert_same_gradients(found, truth.gradients, EXACT)

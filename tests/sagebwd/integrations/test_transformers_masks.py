@@ -12,8 +12,9 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import decode
 from sagebwd.integrations.varlen import REMEMBERED, remember_recent
+from sagebwd.metrics import relative_l2
 from sagebwd.window import CAUSAL, FULL, Window
-from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, described, error, prepare_mask
+from tests.sagebwd.integrations.tiny_models import EXACT, INT8_OUTPUT, call, described, prepare_mask
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
@@ -36,7 +37,7 @@ def test_registering_again_takes_the_new_config(draw):
     before, _ = call(q, k, v, name="sagebwd-again")
     register("sagebwd-again", SageConfig(int8_matmuls=()))
     after, _ = call(q, k, v, name="sagebwd-again")
-    assert 1e-4 < error(after, before) < INT8_OUTPUT
+    assert 1e-4 < relative_l2(after, before) < INT8_OUTPUT
 
 
 @pytest.mark.parametrize("name", ["sdpa", "my-flash", "a/b", "", "paged|sagebwd", "mine"])
@@ -64,7 +65,7 @@ def test_the_last_query_alone_sees_all_real_keys(draw, mask):
     q, k, v, _ = draw(1, 4)
     out, _ = call(q, k, v, None if mask is None else described(mask, CAUSAL), name="sagebwd-exact")
     shown = None if mask is None else mask[:, None, None].bool()
-    assert error(out, scaled_dot_product_attention(q, k, v, shown).transpose(1, 2)) < EXACT
+    assert relative_l2(out, scaled_dot_product_attention(q, k, v, shown).transpose(1, 2)) < EXACT
 
 
 def test_a_mask_says_better_than_the_layer_whether_attention_is_causal(draw):
@@ -74,7 +75,7 @@ def test_a_mask_says_better_than_the_layer_whether_attention_is_causal(draw):
     out, _ = call(q, k, v, mask, name="sagebwd-exact", is_causal=True)
     seen = (hidden[:, None, :, None] * hidden[:, None, None]).bool()  # documents hide queries, too
     truth = scaled_dot_product_attention(q, k, v, seen)
-    assert error(out, truth.transpose(1, 2)) < EXACT
+    assert relative_l2(out, truth.transpose(1, 2)) < EXACT
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def test_each_sign_of_a_new_document_is_enough(draw, documents, is_causal):
     out, _ = call(q, k, v, mask, is_causal=is_causal, **others)
     for half in (slice(0, 3), slice(3, 6)):
         alone, _ = call(q[:, :, half], k[:, :, half], v[:, :, half], is_causal=is_causal)
-        assert error(out[:, half], alone) < EXACT
+        assert relative_l2(out[:, half], alone) < EXACT
 
 
 def test_hidden_tokens_give_zero_and_get_no_gradient(draw):
@@ -150,7 +151,7 @@ def test_empty_slots_of_a_static_cache_are_cut_off(draw, q_offset):
     out, _ = call(q, k, v, mask, name="sagebwd-exact")
     seen = torch.ones(2, 5, dtype=torch.bool).tril(3)
     truth = scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], seen)
-    assert error(out, truth.transpose(1, 2)) < EXACT
+    assert relative_l2(out, truth.transpose(1, 2)) < EXACT
 
 
 def test_the_mask_function_of_older_releases_gets_cache_position():

@@ -218,8 +218,10 @@ BF16_SETTINGS = {
 
 
 @over("config", lambda kernel_set: named(kernel_set.those_it_runs(BF16_SETTINGS)))
-def test_bf16(check, sample, config):
-    check(sample(70, head_dim=64, dtype=BF16), config=config, is_causal=True)
+@every_head_dim
+def test_bf16(check, sample, kernel_set, config, head_dim):
+    inputs = sample(300 if kernel_set.is_gpu else 70, heads=2, kv_heads=1, head_dim=head_dim, dtype=BF16)
+    check(inputs, config=config, is_causal=True)
 
 
 @kernels_only

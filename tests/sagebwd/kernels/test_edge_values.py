@@ -22,6 +22,7 @@ from tests.sagebwd.kernels.inputs import (
 )
 from tests.sagebwd.kernels.sets import (
     BF16,
+    FP16,
     causal_and_full,
     emulated_too,
     every_head_dim,
@@ -277,6 +278,19 @@ few_and_many_tokens = over("n", lambda kernel_set: [40, 140] if kernel_set.is_gp
 @every_config
 @few_and_many_tokens
 @every_head_dim
+def test_subnormal_values_of_fp16_count(kernels, attend_reference, sample, config, n, head_dim):
+    """2⁻²⁰ times Gaussian, in steps of 2⁻²⁴. fp32 holds them exactly; results may differ by one step."""
+    inputs = [(2.0**-20 * x.float()).half() for x in sample(n, head_dim=head_dim)]
+    found, wanted = (attention(*inputs, config=config) for attention in (kernels, attend_reference))
+    for name in NAMES:
+        assert (found[name].float() - wanted[name].float()).abs().max() <= 2**-24, name
+    assert found["out"].any()
+    assert found["dv"].any()
+
+
+@every_config
+@few_and_many_tokens
+@every_head_dim
 def test_tiny_grad_out_in_fp16(kernels, attend_reference, sample, config, n, head_dim):
     *inputs, grad_out = sample(n, head_dim=head_dim)
     grad_out = (2.0**-20 * grad_out.float()).half()
@@ -301,3 +315,23 @@ def test_gradients_scale_with_grad_out_bit_for_bit(
     plain = kernels(*inputs, grad_out, **options)
     for name in GRADIENTS:
         assert torch.equal(scaled[name], 2.0**exponent * plain[name]), name
+
+
+@on_gpu
+@pytest.mark.parametrize(("size", "dtype"), [(1e-4, FP16), (1e-20, BF16)], ids=["1e-4", "1e-20"])
+@pytest.mark.parametrize(("n_q", "n_kv"), [(129, 129), (100, 131), (131, 100)])
+@causal_and_full
+@every_head_dim
+def test_the_mask_holds_where_logits_are_near_zero(
+    check, sample, size, dtype, n_q, n_kv, is_causal, head_dim
+):
+    """A hidden logit, −2³⁰ in INT32, times the scales of such values is near zero as well."""
+    q, k, v, grad_out = sample(n_q, n_kv, head_dim=head_dim, dtype=torch.float32)
+    inputs = [x.to(dtype) for x in (size * q, size * k, v, grad_out)]
+    found = check(inputs, names=("out", "dv"), is_causal=is_causal)
+    # The others are subnormal, so that one step of fp16 shows.
+    assert all(found[name].isfinite().all() for name in ("dq", "dk"))
+    visible = torch.ones(n_q, n_kv, dtype=torch.float64)
+    visible = visible.tril() if is_causal else visible
+    mean = visible / visible.sum(-1, keepdim=True) @ v.double()
+    assert relative_l2(found["out"], mean) < 0.02

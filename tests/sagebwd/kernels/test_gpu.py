@@ -214,6 +214,18 @@ def test_the_last_of_many_heads(causal, make_room, heads, tokens):
     assert_same_lists(found, gradients(causal, *last))
 
 
+def test_the_last_of_many_sequences(causal, make_room):
+    """Heads before tokens in memory."""
+    make_room(2112 * 8, 1024, 128)
+    inputs = [x.transpose(1, 2) for x in draw_on_gpu(2112, 1024, 8, 128)]
+    assert inputs[0].is_contiguous()
+    assert inputs[0].numel() > 2**31
+    found = [x[-1:].clone() for x in gradients(causal, *inputs)]
+    last = [x[-1:].clone() for x in inputs]
+    del inputs
+    assert_same_lists(found, gradients(causal, *last))
+
+
 # --- Long sequences, memory --------------------------------------------------------------------------------
 
 

@@ -231,7 +231,6 @@ def test_the_lse_of_a_query_without_keys_is_a_constant(kernels):
 
 # --- Parts of torch ----------------------------------------------------------------------------------------
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = {
     "compiled": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
     "compiled by inductor": lambda function: torch.compile(function, fullgraph=True),
@@ -240,13 +239,18 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("way", "device"),
+    [
+        *(
+            (way, "cpu") for way in WAYS if way != "compiled by inductor"
+        ),  # it needs minutes of a C++ compiler
+        *(pytest.param(way, "cuda", marks=pytest.mark.gpu) for way in WAYS),
+    ],
+)
 @pytest.mark.parametrize("config", ["default", "consistent"])
 @pytest.mark.parametrize("with_out", [True, False], ids=["out and lse", "lse alone"])
-@pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_same_in_every_way(way, with_out, config, device):
-    if way == "compiled by inductor" and device == "cpu":
-        pytest.skip("it needs minutes of a C++ compiler")
     *leaves, grad_out, grad_lse = inputs(70, dtype=torch.bfloat16)
     loss = (leaves, grad_out if with_out else None, grad_lse)
     function = attend((None, device), is_causal=True, config=PRESETS[config])
