@@ -47,6 +47,15 @@ def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):
     assert saved == [q.shape, k.shape, v.shape, q.shape, q.shape[:-1], mean]
 
 
+def test_autocast_casts_as_torch_does(draw):
+    """Also a mix, as a rotary embedding may leave it. Gradients under it: kernels/test_torch.py."""
+    q, k, v, _ = draw(60)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = sage_attention(q, k.bfloat16(), v)
+        assert out.dtype == scaled_dot_product_attention(q, k.bfloat16(), v).dtype
+    assert torch.equal(out, sage_attention(*(x.bfloat16() for x in (q, k, v))))
+
+
 def test_the_diagnostic_call_ignores_autocast(draw):
     inputs = draw(60)
     plain = attention(*inputs)

@@ -217,3 +217,18 @@ def test_a_window_over_holes_is_refused(sample, compiled, window_size):
         out = attend(*inputs[:3], **arguments)
         assert out[0].isnan().all()
         assert out[1:].isfinite().all()
+
+
+def test_a_hole_matters_where_the_window_is_narrower_than_all_that_is_shown(draw):
+    """By one token: packed side by side, the first would be seen by the last. Else nothing is hidden."""
+    q, k, v, _ = draw(41, head_dim=16, batch=3)
+    masks = []
+    for tokens in ([10, 11, 13], [10, 12]):
+        masks.append(torch.zeros(3, 41, dtype=torch.bool))
+        masks[-1][:, tokens] = True
+    with pytest.raises(ValueError, match="holes"):
+        sage_attention(q, k, v, key_padding_mask=masks[0], window_size=(5, 2))
+    found = sage_attention(q, k, v, key_padding_mask=masks[1], window_size=(5, 2), config=NO_INT8)
+    wanted = sage_attention(q, k, v, key_padding_mask=masks[1], config=NO_INT8)
+    torch.testing.assert_close(found[:, :, [10, 12]], wanted[:, :, [10, 12]])
+    assert not found[:, :, 11].any()
