@@ -25,8 +25,8 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
+import trainer.loop
 import trainer.settings
-import trainer.step
 from common.errors import Interrupted, TrainingError
 from tests.cli import ROOT
 from trainer import distributed, launch
@@ -59,7 +59,7 @@ def debug_settings(datasets: Path, *overrides: str) -> Settings:
 
 def at_step(step: int, act: Callable[[Run], object], *, after: bool = False) -> None:
     """A fault: act(run) before the step that follows `step` others is computed, or right after that."""
-    original = trainer.step.train_step
+    original = trainer.loop.train_step
 
     def train_step(run: Run) -> dict[str, float]:
         due = run.step == step
@@ -70,7 +70,7 @@ def at_step(step: int, act: Callable[[Run], object], *, after: bool = False) -> 
             act(run)
         return values
 
-    trainer.step.train_step = train_step
+    trainer.loop.train_step = train_step
 
 
 def start(settings: Settings, *faults: Callable[[], None], rank: int = 0, ranks: int = 1, port: int = 0):

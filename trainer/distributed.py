@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from common.errors import Interrupted, LostRanks, SettingsError, TrainingError
-from model.config import LlamaConfig, parameter_count
-from trainer.settings import HardwareSettings
 
 T = TypeVar("T")
 
@@ -28,8 +26,6 @@ REPORT_DELAY_S = 3.0
 
 # Environment variable: the file through which ranks find each other that trainer.launch started.
 RENDEZVOUS_FILE = "SAGEBWD_RENDEZVOUS_FILE"
-
-SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 CONTINUES = "The same command continues from the newest checkpoint"
 
@@ -131,13 +127,6 @@ class Ranks:
                 "Either one of them died, which is reported here or above with the reason, or it kept the "
                 f"others waiting for longer than hardware.timeout_s. {CONTINUES}"
             ) from error
-
-
-def is_sharded(config: LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
-    """Whether weights, gradients and moments are sharded: on request, and by default for large models."""
-    if ranks == 1 or hardware.parallel == "ddp":
-        return False
-    return hardware.parallel == "fsdp" or parameter_count(config) >= SHARD_FROM
 
 
 def under_torchrun() -> bool:

@@ -21,7 +21,6 @@ from data.recipe import training_texts
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
-from trainer.distributed import is_sharded
 from trainer.machine import host_memory, matmul_flops, memory_of, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 
@@ -94,7 +93,7 @@ def report_memory(estimate: Memory) -> None:
 def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
     """Bytes on each of `ranks` devices at the peak of a step, by part, without parts that are zero."""
     hardware, count = settings.hardware, parameter_count(settings.model)
-    sharded = is_sharded(settings.model, hardware, ranks)
+    sharded = settings.hardware.is_sharded(settings.model, ranks)
     copies = ranks if sharded else 1
     own = replace(settings, context=settings.context // hardware.context_parallel)
     step = _activations(own, hardware.micro_batch, compiled=hardware.compile)
@@ -120,7 +119,7 @@ def checkpoint_copy(settings: Settings, ranks: int) -> int:
     """Bytes of CPU memory, for each device, of the state that is written while training goes on."""
     if not settings.checkpoint_background:
         return 0
-    return state_bytes(settings) // (ranks if is_sharded(settings.model, settings.hardware, ranks) else 1)
+    return state_bytes(settings) // (ranks if settings.hardware.is_sharded(settings.model, ranks) else 1)
 
 
 def state_bytes(settings: Settings) -> int:
@@ -165,7 +164,7 @@ def _gradients(settings: Settings, ranks: int, step: Activations) -> int:
     """
     whole = FLOAT32 * parameter_count(settings.model)
     accumulates = sizes_of(settings, ranks).micro_steps > 1 or settings.hardware.cuda_graphs
-    if is_sharded(settings.model, settings.hardware, ranks):
+    if settings.hardware.is_sharded(settings.model, ranks):
         return whole if accumulates else whole // ranks
     if ranks > 1:
         return whole * (2 if accumulates else 1)
@@ -294,7 +293,7 @@ def speed(settings: Settings, ranks: int) -> Speed:
         return Speed(None, f"not known for {name}; set hardware.peak_tflops to its dense bfloat16 peak")
     measured = MFU_ON_H200.get(settings.attention.backend) if peak == peak_of("NVIDIA H200") else None
     mfu = measured or ASSUMED_MFU
-    parallel = "fsdp" if is_sharded(settings.model, settings.hardware, ranks) else "ddp"
+    parallel = "fsdp" if settings.hardware.is_sharded(settings.model, ranks) else "ddp"
     scaling = SCALING[parallel] if ranks > 1 else 1.0
     flops = flops_per_token(settings.model, settings.context)
     where = "measured with the 325M model" if measured else "assumed"

@@ -12,6 +12,7 @@ import data.huggingface_tokenizer
 import model.huggingface
 from common.errors import TrainingError, explain
 from common.files import write_text
+from common.redaction import redact
 from data.mixture import whole_weights
 from data.recipe import training_texts
 from data.settings import MIXTURE, DataSettings
@@ -19,7 +20,6 @@ from data.tokenizers import Tokenizer
 from model.config import parameter_count
 from model.llama import Llama
 from trainer.plot import plot_losses, plot_probe
-from trainer.redaction import redact
 from trainer.run_directory import RunDirectory, read_lines
 from trainer.settings import Settings
 

@@ -13,9 +13,9 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from common.files import read_bytes
 from common.overrides import escaped
+from common.redaction import redact
 from model import backends
 from trainer.machine import software
-from trainer.redaction import redact
 from trainer.settings import Settings
 
 LARGEST = 256 << 10  # bytes of a config.yaml, which is read at some 100 kB/s

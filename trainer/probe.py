@@ -27,7 +27,6 @@ from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2, small_rows_left
 from sagebwd.reference import exact_attention
 from sagebwd.reference.exact import ExactRows
-from trainer import build
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Probe:
         dtype: torch.dtype,
     ):
         """`backend` is the run's own attention; `dtype` is that of q, k and v. Raises ValueError."""
-        heads = build.attention_shape(settings)
+        heads = settings.attention_shape
         where = {"device": device, "dtype": dtype}
         self.llama = llama
         self.layers = chosen_layers(settings.probe.layers, len(llama.layers))

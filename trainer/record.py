@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from common.errors import TrainingError, explain, first
 from common.files import write_text
+from common.redaction import RedactingFormatter, redact
 from trainer import interrupt
 from trainer.machine import find_commit
-from trainer.redaction import RedactingFormatter, redact
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings
 

@@ -5,6 +5,7 @@ Its steps are in trainer.step, and what follows each in trainer.events.
 
 import functools
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,22 +16,26 @@ from torch import Tensor
 import model.config
 import model.huggingface
 from common.errors import TrainingError, user_facing
-from trainer import build, identity, parallel, start
+from data.corpus import Corpus, ValidationSet, open_corpus
+from data.loader import BatchLoader
+from data.tokenizers import Tokenizer
+from data.tokens import count_sequences
+from model.backends import Backend
+from model.llama import Llama
+from trainer import identity, parallel, start
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
-from trainer.checks import sizes_of
+from trainer.checks import Sizes, groups, sizes_of
 from trainer.distributed import Ranks
-from trainer.divergence import Guard, check_copies
-from trainer.evaluate import bytes_per_token
+from trainer.divergence import Guard, SpikeDetector, check_copies
+from trainer.estimate import report_length
 from trainer.interrupt import StopRequest
-from trainer.machine import peak_tflops
+from trainer.machine import StepProfiler, peak_tflops
 from trainer.optimizer import build_optimizer
 from trainer.probe import Alarm, build_probe
-from trainer.profiling import StepProfiler
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
-from trainer.spikes import SpikeDetector
 
 log = logging.getLogger(__name__)
 
@@ -49,13 +54,13 @@ class Run:
         self.sizes = sizes_of(settings, ranks.count)
         weights = start.find_weights(settings, directory)
         self.branch = ranks.from_main(lambda: start.find_branch(settings, directory))
-        self.corpus = build.open_text(settings, ranks, stop)
+        self.corpus = open_text(settings, ranks, stop)
         if ranks.is_main:
             stop.announce()
-        self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
-        self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
-        self.backend = build.attention(settings, ranks)
-        self.llama = build.llama(settings, self.sizes, self.backend, ranks)
+        self.prompt = encode_prompt(settings, self.corpus.tokenizer)
+        self.loader = make_loader(settings, self.sizes, self.corpus, ranks)
+        self.backend = build_attention(settings, ranks)
+        self.llama = build_llama(settings, self.sizes, self.backend, ranks)
         if weights:
             with user_facing(ValueError, OSError):
                 model.huggingface.load_into(self.llama, weights)
@@ -82,15 +87,14 @@ class Run:
         self.first_step = self.saved_step = self.logged_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
         self.probe = build_probe(
-            settings, self.llama, self.backend, device=ranks.device, dtype=build.dtype_of(settings)
+            settings, self.llama, self.backend, device=ranks.device, dtype=settings.dtype
         )
         self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.record = _start_record(self, restored.get("wandb_id")) if ranks.is_main else None
-        profile = settings.profile
-        self.profiler = StepProfiler(profile, directory.profile, ranks) if profile.steps else None
+        self.profiler = _start_profiler(self) if settings.profile.steps else None
 
     def close(self) -> None:
         """Whether it ended or failed."""
@@ -123,7 +127,7 @@ class Run:
                 self.callbacks.call(hook, step, record, self.llama)
 
     def autocast(self) -> AbstractContextManager:
-        dtype = build.dtype_of(self.settings)
+        dtype = self.settings.dtype
         return torch.autocast(self.ranks.device.type, dtype, enabled=dtype is not torch.float32)
 
     def to_device(self, tokens: Tensor) -> Tensor:
@@ -175,6 +179,13 @@ class Run:
             )
 
 
+def _start_profiler(run: Run) -> StepProfiler:
+    profile, ranks = run.settings.profile, run.ranks
+    return StepProfiler(
+        run.directory.profile, start=profile.start, steps=profile.steps, rank=ranks.rank, device=ranks.device
+    )
+
+
 def _start_record(run: Run, wandb_id: str | None) -> Record:
     settings, sizes, folder = run.settings, run.sizes, run.directory.path
     derived = {
@@ -195,3 +206,103 @@ def _start_record(run: Run, wandb_id: str | None) -> Record:
         first_step=run.step,
         name=folder.name,
     )
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def open_text(settings: Settings, ranks: Ranks, stop: StopRequest) -> Corpus:
+    """The text, which must be the same on all ranks; on first use the main one prepares it before."""
+
+    def open_unless_stopped() -> None:
+        with stop.at_once("stopped before the first step; the same command continues"):
+            opened.append(open_corpus(settings.data))
+
+    opened: list[Corpus] = []
+    with user_facing(ValueError, OSError):
+        ranks.from_main(open_unless_stopped)
+        if not opened:
+            open_unless_stopped()
+    (corpus,) = opened
+    ranks.compare({f"the text of {name}": checksum for name, checksum in corpus.checksums.items()})
+    return corpus
+
+
+def encode_prompt(settings: Settings, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of sample_prompt. Raises TrainingError, before the first step, if there are none."""
+    if not settings.sample_tokens:
+        return []
+    reason = "it has no token"
+    try:
+        if tokens := tokenizer.encode(settings.sample_prompt):
+            return tokens
+    except Exception as error:  # the library tokenizers raises no other kind
+        reason = str(error)
+    raise TrainingError(
+        f"sample_prompt={settings.sample_prompt!r} cannot be continued: {reason}. Give it another "
+        "beginning, or use sample_tokens=0"
+    )
+
+
+def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) -> BatchLoader:
+    """The batches of this rank. Raises TrainingError for texts that are too short."""
+    with user_facing(ValueError):
+        for one in corpus.validation:
+            count_sequences(one.tokens, settings.context)  # raises now, not at an evaluation
+        loader = BatchLoader(
+            corpus.train,
+            context=settings.context,
+            sequences_per_step=sizes.sequences_per_step,
+            micro_batch=settings.hardware.micro_batch,
+            seed=settings.seed,
+            sequences=settings.train_sequences,
+            rank=ranks.rank // settings.hardware.context_parallel,
+            ranks=groups(settings, ranks.count),
+            separator=corpus.separator,
+            pin_memory=ranks.device.type == "cuda",
+        )
+    needed = sizes.steps * sizes.sequences_per_step
+    report_length(settings, ranks.count, passes=needed / loader.sequences)
+    for line in loader.order.description(needed, context=settings.context):
+        log.info("data: %s", line)
+    return loader
+
+
+def build_attention(settings: Settings, ranks: Ranks) -> Backend:
+    """The attention, with the same kernels on all ranks. Raises TrainingError if it cannot run here."""
+    with user_facing(ValueError):
+        backend = settings.attention.build(
+            device=ranks.device, dtype=settings.dtype, **settings.attention_shape
+        )
+    ranks.compare({"the attention": backend.description})
+    return backend
+
+
+def build_llama(settings: Settings, sizes: Sizes, backend: Backend, ranks: Ranks) -> Llama:
+    """The model with the run's initial weights, on the CPU."""
+    if settings.dtype is torch.bfloat16:  # what autocast leaves in float32 may use TF32
+        torch.set_float32_matmul_precision("high")
+    torch.manual_seed(settings.seed)
+    made = Llama(settings.model, backend.attend)
+    log.info(
+        "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
+        f"{model.config.parameter_count(settings.model):,}",
+        backend.description,
+        f"{sizes.steps:,}",
+        f"{sizes.tokens_per_step:,}",
+        ranks.count,
+        torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU",
+    )
+    return made
+
+
+def bytes_per_token(
+    sets: Sequence[ValidationSet], tokenizer: Tokenizer, *, context: int, sequences: int
+) -> list[float]:
+    """UTF-8 bytes of the source for each token that a validation predicts, of each set."""
+    found = []
+    for one in sets:
+        targets = min(count_sequences(one.tokens, context), sequences) * context  # tokens 1 … targets
+        first, last = (one.tokens.source_bytes(stop, tokenizer.count_bytes) for stop in (1, targets + 1))
+        found.append((last - first) / targets)
+    return found

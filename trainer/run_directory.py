@@ -23,10 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import SettingsError, TrainingError, explain, user_facing
 from common.files import no_link, read_bytes, write_text
+from common.redaction import redact
 from trainer import identity, seal
 from trainer.checks import LENGTH, steps_in_common
 from trainer.machine import software
-from trainer.redaction import redact
 from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import MISSING, ListConfig, OmegaConf
@@ -21,10 +22,12 @@ from common import overrides
 from common.errors import SettingsError
 from data.settings import DataSettings, options, register_options
 from model import backends
-from model.config import LlamaConfig
+from model.config import LlamaConfig, parameter_count
 
 #: Length of a run that sets none: the paper's, 300,000 steps of tps=260k, 37,500 of tps=2.1m.
 PAPER_TOKENS = 78_643_200_000
+
+SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 #: Marks settings that may differ when a run resumes: they change how it executes or reports, not what it
 #: computes. A mark on a group holds for all in it that has none of its own.
@@ -179,6 +182,12 @@ class HardwareSettings:
     timeout_s: float = positive(600.0)  # the run ends if a rank keeps the others waiting for longer
     peak_tflops: float | None = positive(None)  # dense bf16 peak for MFU; null: looked up by GPU name
 
+    def is_sharded(self, shape: LlamaConfig, ranks: int) -> bool:
+        """Whether weights, gradients and moments are sharded: on request, and by default if large."""
+        if ranks == 1 or self.parallel == "ddp":
+            return False
+        return self.parallel == "fsdp" or parameter_count(shape) >= SHARD_FROM
+
 
 @dataclass
 class Settings:
@@ -251,6 +260,17 @@ class Settings:
     def tokens_per_step(self) -> int:
         """Tokens of all devices together that make up one optimizer step."""
         return self.tps.tokens_per_step // self.tps.divide_by
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of autocast: of matrix products and of attention."""
+        return getattr(torch, self.hardware.dtype)
+
+    @property
+    def attention_shape(self) -> dict[str, Any]:
+        """The shape that the attentions of a run are built for."""
+        shape = {"d_head": self.model.d_head, "is_gqa": self.model.is_gqa}
+        return shape | ({"longest_document": self.context} if self.data.mask_documents else {})
 
     @property
     def total_steps(self) -> int:

@@ -12,7 +12,6 @@ from common.errors import SettingsError
 from model.backends.sagebwd import PRESETS
 from sagebwd import SageConfig
 from trainer.checks import Sizes, check, report_warmup
-from trainer.distributed import is_sharded
 from trainer.optimizer import learning_rate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -222,7 +221,7 @@ def test_a_short_run_has_a_short_warmup_and_says_so(compose_settings, caplog, ov
 )
 def test_large_models_are_sharded(compose_settings, preset, asked, ranks, sharded):
     settings = compose_settings(f"model={preset}", f"hardware.parallel={asked}")
-    assert is_sharded(settings.model, settings.hardware, ranks) is sharded
+    assert settings.hardware.is_sharded(settings.model, ranks) is sharded
 
 
 def test_ranks_that_share_sequences_are_one_group(compose_settings):

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 import wandb
 
+from common.redaction import redact
 from tests import warm
 from trainer.record import Record, log_to, start_wandb
-from trainer.redaction import redact
 from trainer.settings import LoggerSettings
 
 SECRET = "s3cret-value-123"

@@ -8,9 +8,9 @@ import pytest
 
 from data.corpus import open_corpus
 from tests.cli import metrics
+from trainer.divergence import SpikeDetector, log_spike
 from trainer.run_directory import RunDirectory
 from trainer.settings import SpikeSettings
-from trainer.spikes import SpikeDetector, log_spike
 
 NOISE = b"~^|{}[]<>@#$%&*0123456789"
 
