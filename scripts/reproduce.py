@@ -38,9 +38,7 @@ from common.terminal import command_parser, positive_int
 from scripts.paper.experiments import SCALES, Item, Run, duration_in_words, find, items, total_cost
 from scripts.runs import is_settled
 from trainer.identity import may_change
-from trainer.interrupt import StopSignal
-from trainer.launch import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
-from trainer.record import forget_one_run
+from trainer.processes import FAILED, FINISHED, POLL_S, Job, Outcome, StopSignal, forget_one_run, run_all
 from trainer.run_directory import RunDirectory, read_lines
 from trainer.settings import check_or_exit
 

@@ -22,7 +22,7 @@ import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import rank_work, warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
-from trainer import distributed, identity, launch, machine
+from trainer import distributed, identity, machine
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
@@ -165,7 +165,7 @@ def requeue_when_asked(folder: Path) -> None:
     signal.signal(signal.SIGUSR2, requeue)
     threading.Thread(target=ask).start()
     try:
-        launch.start(rank_work.save_when_asked, folder, processes=2)
+        distributed.start(rank_work.save_when_asked, folder, processes=2)
     finally:
         assert saved_before == [["0_saved", "1_saved"]]
 

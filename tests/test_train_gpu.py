@@ -17,7 +17,7 @@ from tests.trainer.conftest import compose_settings
 from trainer import loop
 from trainer.distributed import Ranks
 from trainer.events import stop_if_asked
-from trainer.interrupt import StopRequest
+from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.run_directory import RunDirectory
 

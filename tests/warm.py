@@ -29,9 +29,9 @@ import trainer.loop
 import trainer.settings
 from common.errors import Interrupted, TrainingError
 from tests.cli import ROOT
-from trainer import distributed, launch
-from trainer.interrupt import StopRequest
+from trainer import distributed
 from trainer.loop import train
+from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.settings import Settings
 
@@ -136,8 +136,8 @@ def refusals(*runs: tuple[Settings, Settings]) -> list[list[str]]:
 
 
 def launch_two(work: Callable[..., None], *arguments: object) -> None:
-    """trainer.launch.start(work, …) for two ranks; raises what that raises."""
-    call(functools.partial(launch.start, work, *arguments, processes=2))
+    """trainer.distributed.start(work, …) for two ranks; raises what that raises."""
+    call(functools.partial(distributed.start, work, *arguments, processes=2))
 
 
 def call(function: Callable[[], None]) -> None:
@@ -163,7 +163,7 @@ def _call(function: Callable[[], None], connection: Connection) -> None:
 
 
 def ranks_are_forked() -> None:
-    """Let trainer.launch fork its ranks from this process, which has imported all that they need.
+    """Let trainer.distributed fork its ranks from this process, which has imported all that they need.
 
     They begin with the handlers of signals that a fresh process has.
     """

@@ -12,17 +12,18 @@ import torch._inductor.config
 from torch import Tensor
 
 from common.errors import TrainingError, explain
+from common.terminal import surviving_closed
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import distributed, identity, interrupt, parallel
+from trainer import distributed, identity, parallel, processes
 from trainer.checks import report_warmup
 from trainer.distributed import Ranks
 from trainer.divergence import log_spike
 from trainer.estimate import check_disk, check_memory, report_memory
 from trainer.events import AFTER_A_STEP, catch_up
 from trainer.export import draw, export, model_card
-from trainer.interrupt import StopRequest
 from trainer.machine import dump_memory, remember_allocations
 from trainer.optimizer import learning_rate, set_learning_rate
+from trainer.processes import StopRequest
 from trainer.record import log_to
 from trainer.run import Run
 from trainer.run_directory import RunDirectory, read_metrics
@@ -41,7 +42,7 @@ def train(settings: Settings) -> None:
     make_deterministic(settings.hardware.deterministic)
     use_private_caches()  # where a cluster's launcher calls this, train.py has not
     with (
-        interrupt.surviving_closed(),
+        surviving_closed(),
         distributed.joined(settings.hardware.device) as ranks,
         StopRequest() as stop,  # outside: torchrun asks the ranks to stop while they report a lost one
         with_user_facing_errors(settings),
@@ -51,7 +52,7 @@ def train(settings: Settings) -> None:
             ranks.compare(identity.of_rank(settings))
         estimate = check_memory(settings, ranks.count)
         directory = RunDirectory(Path(settings.run_dir))
-        if distributed.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
+        if processes.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
             if ranks.is_main:
                 print(f"{directory.path} is finished; rerun_finished=true trains it again")
             return

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from common import terminal
 from common.errors import TrainingError, explain, first
 from common.files import write_text
 from common.redaction import RedactingFormatter, redact
-from trainer import interrupt
 from trainer.machine import find_commit
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings
@@ -173,8 +173,8 @@ class _LogFile(logging.FileHandler):
 
 class _BarSafeHandler(logging.Handler):
     def filter(self, record: logging.LogRecord) -> Any:
-        """Leave out what `interrupt` logs: it may hold the lock of the bar, which another `emit` awaits."""
-        return record.name != interrupt.__name__ and super().filter(record)
+        """Leave out what `terminal` logs: it may hold the lock of the bar, which another `emit` awaits."""
+        return record.name != terminal.__name__ and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
@@ -340,13 +340,6 @@ def _id_of(folder: Path) -> str:
     if not file.exists() or not file.read_text().strip():
         write_text(file, f"{secrets.token_hex(4)}\n")
     return file.read_text().strip()
-
-
-def forget_one_run(planned: int) -> None:
-    """Drop W&B's variables that name one run, where several are planned: all would write into that one."""
-    for variable in ("WANDB_RUN_ID", "WANDB_NAME"):
-        if planned > 1 and os.environ.pop(variable, None):
-            interrupt.say(f"{variable} is ignored: it names one run, and {planned} are planned")
 
 
 class TensorBoard:

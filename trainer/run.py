@@ -29,10 +29,10 @@ from trainer.checks import Sizes, groups, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import report_length
-from trainer.interrupt import StopRequest
 from trainer.machine import StepProfiler, peak_tflops
 from trainer.optimizer import build_optimizer
 from trainer.probe import Alarm, build_probe
+from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings

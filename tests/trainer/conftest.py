@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 
 from tests import warm
 from trainer.distributed import Ranks
-from trainer.interrupt import StopRequest
 from trainer.loop import loop
+from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.run_directory import RunDirectory
 
