@@ -25,7 +25,7 @@ from trainer.checks import check
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
-from trainer.start import inherited
+from trainer.start import TrainingDirectory, inherited
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -65,7 +65,7 @@ def run(run_settings: Settings) -> None:
     name_directory(run_settings, settings.unresolved(HydraConfig.get().overrides.task))
     check(run_settings, count)
     # Under torchrun a rank that has another answer would wait forever, so train() asks for all of them.
-    directory = RunDirectory(Path(run_settings.run_dir))
+    directory = TrainingDirectory(Path(run_settings.run_dir))
     if not torchrun and directory.is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return

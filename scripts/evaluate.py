@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from common.errors import TrainingError, explain
+from common.files import append_line
 from common.terminal import command_parser
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
 from scripts.export import export_checkpoint, sealed_in
 from scripts.runs import read_settings
 from trainer.record import start_wandb
-from trainer.run_directory import RunDirectory, append_line
+from trainer.run_directory import RunDirectory
 from trainer.seal import checkpoint_of, newest_step
 from trainer.settings import Settings
 

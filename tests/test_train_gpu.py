@@ -19,7 +19,7 @@ from trainer.distributed import Ranks
 from trainer.events import stop_if_asked
 from trainer.processes import StopRequest
 from trainer.run import Run
-from trainer.run_directory import RunDirectory
+from trainer.start import TrainingDirectory
 
 __all__ = ["compose_settings"]
 
@@ -126,7 +126,7 @@ def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
 )
 def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path, overrides):
     settings = compose_settings("experiment=debug", *ON_GPU, f"data.root={datasets}", "steps=20", *overrides)
-    directory = RunDirectory(tmp_path / "run")
+    directory = TrainingDirectory(tmp_path / "run")
     with directory.locked(), StopRequest() as stop:
         directory.open(settings)
         run = Run(settings, directory, Ranks(0, 1, torch.device("cuda", 0)), stop)

@@ -4,7 +4,6 @@ Runs in milliseconds, before any data is read, any model is built or anything is
 to know is checked where it is read.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -20,7 +19,7 @@ import data.tokenizers
 import model.config
 from common.errors import SettingsError
 from trainer.machine import MEMORY_GIB, known_gpu
-from trainer.optimizer import OPTIMIZERS, decay_steps, learning_rate
+from trainer.optimizer import OPTIMIZERS, warmup_steps
 from trainer.settings import Settings, value_problems
 
 log = logging.getLogger(__name__)
@@ -61,13 +60,6 @@ def sizes_of(settings: Settings, ranks: int) -> Sizes:
     )
 
 
-def warmup_steps(settings: Settings) -> int:
-    """tps.warmup_steps, or a tenth of a run that is too short for them."""
-    steps, asked, optimizer = settings.total_steps, settings.tps.warmup_steps, settings.optimizer
-    falling = decay_steps(optimizer, steps=steps, warmup_steps=steps - 1)
-    return asked if asked + falling <= steps else min(steps // 10, steps - falling)
-
-
 def report_warmup(settings: Settings) -> None:
     """Log that the run is too short for its warm-up."""
     if (found := warmup_steps(settings)) < settings.tps.warmup_steps:
@@ -75,24 +67,6 @@ def report_warmup(settings: Settings) -> None:
             "the learning rate rises for %d of the %d steps: the run is too short for tps.warmup_steps=%d",
             *(found, settings.total_steps, settings.tps.warmup_steps),
         )
-
-
-#: Settings that say how long a run is, and how its learning rate falls towards the end.
-LENGTH = {"steps", "total_tokens"} | {
-    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "decay_type", "min_lr_ratio")
-}
-
-
-def steps_in_common(one: Settings, other: Settings) -> int:
-    """How many first steps have the same learning rate in both runs, which differ in LENGTH only."""
-
-    def rates(settings: Settings) -> Iterator[float]:
-        steps, warmup = settings.total_steps, warmup_steps(settings)
-        for step in range(steps):
-            yield learning_rate(step, steps=steps, warmup_steps=warmup, settings=settings.optimizer)
-
-    pairs = zip(rates(one), rates(other), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def groups(settings: Settings, ranks: int) -> int:

@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from common.errors import TrainingError, first
+from common.files import append_line
 from trainer.distributed import CONTINUES, Ranks
-from trainer.run_directory import RunDirectory, append_line
+from trainer.run_directory import RunDirectory
 from trainer.settings import SpikeSettings
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,6 @@ from trainer.distributed import Ranks
 from trainer.divergence import check_copies
 from trainer.machine import peak_memory_gib
 from trainer.run import Run
-from trainer.run_directory import read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +255,7 @@ AFTER_A_STEP = (
 def catch_up(run: Run) -> None:
     """Of a run that resumes: measure what was due at its checkpoint's step and is not recorded."""
     check_copies(run.llama, run.ranks, run.step)
-    records = run.ranks.from_main(lambda: read_metrics(run.directory.metrics))
+    records = run.ranks.from_main(run.directory.records)
     done = {key for one in records if one["step"] == run.step for key in one}
     for event, key in ((measure_attention, "probe/seconds"), (evaluate, "val_loss")):
         if key not in done:

@@ -26,8 +26,8 @@ from trainer.optimizer import learning_rate, set_learning_rate
 from trainer.processes import StopRequest
 from trainer.record import log_to
 from trainer.run import Run
-from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
+from trainer.start import TrainingDirectory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def train(settings: Settings) -> None:
         if ranks.count > 1:
             ranks.compare(identity.of_rank(settings))
         estimate = check_memory(settings, ranks.count)
-        directory = RunDirectory(Path(settings.run_dir))
+        directory = TrainingDirectory(Path(settings.run_dir))
         if processes.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
             if ranks.is_main:
                 print(f"{directory.path} is finished; rerun_finished=true trains it again")
@@ -148,7 +148,7 @@ def _skips_spike(run: Run, loss: float, grad_norm: float) -> bool:
 
 def finish(run: Run) -> None:
     """Export the weights, draw the pictures, and mark the run finished."""
-    records = run.ranks.from_main(lambda: read_metrics(run.directory.metrics))
+    records = run.ranks.from_main(run.directory.records)
     run.guard.check_end(run.step, records)
     weights = parallel.whole_weights(run.llama)
     if run.ranks.is_main:
@@ -183,7 +183,7 @@ def with_user_facing_errors(settings: Settings) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         micro_batch = settings.hardware.micro_batch
         rank = os.environ.get("RANK", "0")
-        snapshot = RunDirectory(Path(settings.run_dir)).profile / f"out_of_memory_rank_{rank}.pickle"
+        snapshot = TrainingDirectory(Path(settings.run_dir)).profile / f"out_of_memory_rank_{rank}.pickle"
         written = f". What it held, for pytorch.org/memory_viz: {snapshot}" if dump_memory(snapshot) else ""
         raise TrainingError(
             f"{str(error).split('.')[0]}, with hardware.micro_batch={micro_batch} sequences of "

@@ -11,7 +11,7 @@ from torch import nn
 
 from common.errors import TrainingError
 from model.llama import Llama
-from trainer.settings import OptimizerSettings
+from trainer.settings import OptimizerSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -171,3 +171,10 @@ def decay_steps(settings: OptimizerSettings, *, steps: int, warmup_steps: int) -
         return steps - warmup_steps
     ratio = DECAY_RATIO if settings.decay_ratio is None else settings.decay_ratio
     return max(1, round(ratio * steps))
+
+
+def warmup_steps(settings: Settings) -> int:
+    """tps.warmup_steps, or a tenth of a run that is too short for them."""
+    steps, asked, optimizer = settings.total_steps, settings.tps.warmup_steps, settings.optimizer
+    falling = decay_steps(optimizer, steps=steps, warmup_steps=steps - 1)
+    return asked if asked + falling <= steps else min(steps // 10, steps - falling)

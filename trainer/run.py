@@ -1,6 +1,6 @@
-"""What a run is built of, and how far it is.
+"""What a run is built of, where it starts from, and how far it is.
 
-Its steps are in trainer.step, and what follows each in trainer.events.
+Its steps are in trainer.loop, and what follows each in trainer.events.
 """
 
 import functools
@@ -15,14 +15,15 @@ from torch import Tensor
 
 import model.config
 import model.huggingface
-from common.errors import TrainingError, user_facing
+from common.errors import SettingsError, TrainingError, explain, user_facing
 from data.corpus import Corpus, ValidationSet, open_corpus
 from data.loader import BatchLoader
-from data.tokenizers import Tokenizer
+from data.tokenizers import Tokenizer, tokenizer_identity
 from data.tokens import count_sequences
 from model.backends import Backend
+from model.config import LlamaConfig
 from model.llama import Llama
-from trainer import identity, parallel, start
+from trainer import identity, parallel, seal
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
 from trainer.checks import Sizes, groups, sizes_of
@@ -35,7 +36,9 @@ from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
 from trainer.run_directory import RunDirectory
+from trainer.seal import checkpoint_of, checkpoints_in, newest_step
 from trainer.settings import Settings
+from trainer.start import WEIGHTS, WEIGHTS_ALONE, TrainingDirectory
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +52,11 @@ class Run:
         stop_asked: whether a rank was asked to stop, as all ranks know since the last step.
     """
 
-    def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
+    def __init__(self, settings: Settings, directory: TrainingDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
         self.sizes = sizes_of(settings, ranks.count)
-        weights = start.find_weights(settings, directory)
-        self.branch = ranks.from_main(lambda: start.find_branch(settings, directory))
+        weights = find_weights(settings, directory)
+        self.branch = ranks.from_main(lambda: find_branch(settings, directory))
         self.corpus = open_text(settings, ranks, stop)
         if ranks.is_main:
             stop.announce()
@@ -153,7 +156,7 @@ class Run:
     def _restore(self) -> dict[str, Any]:
         restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)
         if restored is None and self.branch:
-            restored = start.load_branch(self.branch, self.checkpoints, self.llama, self.optimizer)
+            restored = load_branch(self.branch, self.checkpoints, self.llama, self.optimizer)
         restored = restored or {}
         step = restored.get("step", 0)
         if self.ranks.is_main:
@@ -306,3 +309,82 @@ def bytes_per_token(
         first, last = (one.tokens.source_bytes(stop, tokenizer.count_bytes) for stop in (1, targets + 1))
         found.append((last - first) / targets)
     return found
+
+
+# ---------------------------------------------------------------------- where it starts from
+
+
+def find_weights(settings: Settings, directory: RunDirectory) -> str | None:
+    """The folder of weights to start from, if one is set and there is no checkpoint yet.
+
+    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
+    """
+    folder = settings.init_from
+    if folder is None or checkpoints_in(directory.checkpoints):
+        return None
+    try:
+        weights = Path(folder).absolute()
+        if (run := RunDirectory(weights.parent)).weights == weights:
+            run.check(weights)
+        stored = model.huggingface.read_config(folder)
+    except (OSError, ValueError) as error:
+        why = explain(error) if isinstance(error, OSError) else error
+        raise TrainingError(f"init_from={folder}: {why}; give {WEIGHTS}") from error
+    if wrong := model.config.differences(stored, settings.model):
+        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
+        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
+        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
+    return folder
+
+
+def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to start from, and its seal, if one is set and there is none of this run yet.
+
+    Raises TrainingError if its weights or its optimizer's state are not those of this model and optimizer.
+    """
+    if settings.branch_from is None or checkpoints_in(directory.checkpoints):
+        return None
+    try:
+        folder = RunDirectory(Path(settings.branch_from)).checkpoints
+        path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
+        sealed = seal.verify(path)
+        stored = identity.checked(sealed.get("settings"))
+        shape = LlamaConfig(**stored["model"])
+        wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
+        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
+            wrong.append(f"optimizer.name={old}")
+        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
+            raise ValueError(
+                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
+                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
+                f"class that you know, or use {WEIGHTS_ALONE}"
+            )
+        if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
+            wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = explain(error) if isinstance(error, OSError) else error
+        raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
+    if wrong:
+        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
+    if sealed["step"] >= settings.total_steps:
+        raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
+    return path, sealed
+
+
+def load_branch(
+    branch: tuple[Path, dict[str, Any]],
+    checkpoints: Checkpoints,
+    llama: Llama,
+    optimizer: torch.optim.Optimizer,
+) -> dict[str, Any]:
+    """Restore what `find_branch` found, and return what of its seal holds for the branch, too.
+
+    The settings of the optimizer stay as they are: torch would take those of the checkpoint.
+    """
+    path, sealed = branch
+    own = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
+    checkpoints.load(path, sealed, llama, optimizer)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+    log.info("going on from %s", path)
+    return {name: sealed[name] for name in ("step", "recent") if name in sealed}

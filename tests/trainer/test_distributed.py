@@ -15,8 +15,8 @@ from tests.cli import assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
 from trainer import distributed, processes
 from trainer.loop import train
-from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
+from trainer.start import TrainingDirectory
 
 SHORT = ("steps=8", "checkpoint_every=2", "sample_tokens=0", "hardware.micro_batch=2")
 HELD_AT = 5
@@ -51,7 +51,7 @@ def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(da
     start.kill()
     start.join()
     assert wait_until(lambda: not any(map(is_running, running)), seconds=5)
-    with RunDirectory(tmp_path / "killed").locked():
+    with TrainingDirectory(tmp_path / "killed").locked():
         pass
     if processes == 1:
         assert addresses == []
