@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import data.recipe
 import data.settings
 import data.tokenizers
 import model.config
@@ -92,7 +91,7 @@ def check_values(settings: Settings) -> Problems:
     for name in re.findall(r'"(_\w*_)": ', json.dumps(settings.optimizer.arguments, default=str)):
         yield f"optimizer.arguments has {name}, but nothing is made of arguments; use numbers, text and lists"
     try:
-        data.recipe.read(settings.data)
+        _ = settings.recipes
     except ValueError as error:
         yield str(error)
 

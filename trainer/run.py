@@ -219,7 +219,7 @@ def open_text(settings: Settings, ranks: Ranks, stop: StopRequest) -> Corpus:
 
     def open_unless_stopped() -> None:
         with stop.at_once("stopped before the first step; the same command continues"):
-            opened.append(open_corpus(settings.data))
+            opened.append(open_corpus(settings.data, settings.recipes))
 
     opened: list[Corpus] = []
     with user_facing(ValueError, OSError):

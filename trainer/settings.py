@@ -18,8 +18,10 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import MISSING, ListConfig, OmegaConf
 
+import data.recipe
 from common import overrides
 from common.errors import SettingsError
+from data.recipe import Recipe
 from data.settings import DataSettings, options, register_options
 from model import backends
 from model.config import LlamaConfig, parameter_count
@@ -171,7 +173,8 @@ class HardwareSettings:
     dtype: str = setting(choices=("bfloat16", "float32"), may_change=False)
     compile: bool = MISSING  # torch.compile the model
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
-    deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
+    # bit-identical when repeated or resumed; slower on a GPU, where attention=fpa then runs without cuDNN
+    deterministic: bool = False
     # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
     parallel: str = setting("auto", choices=("auto", "ddp", "fsdp"))
     # devices that share the tokens of a sequence, and the heads of its attention
@@ -216,7 +219,7 @@ class Settings:
     context: int = positive()  # tokens per training sequence
     # train on the first so many of the text, over and over; null: on all
     train_sequences: int | None = positive(None)
-    # length of the run; null: PAPER_TOKENS, but not of a small text
+    # length of the run; null: the paper's 78,643,200,000, unless that is over 100 passes over the text
     total_tokens: int | None = positive(None)
     steps: int | None = positive(None)  # length of the run in optimizer steps; overrides total_tokens
     # initialisation and data order
@@ -260,6 +263,11 @@ class Settings:
     def tokens_per_step(self) -> int:
         """Tokens of all devices together that make up one optimizer step."""
         return self.tps.tokens_per_step // self.tps.divide_by
+
+    @functools.cached_property
+    def recipes(self) -> list[Recipe]:
+        """Of all texts, looked up on disk once. Raises ValueError if a text is not there, or is none."""
+        return data.recipe.read(self.data)
 
     @property
     def dtype(self) -> torch.dtype:
