@@ -18,7 +18,8 @@ from data.tokens import TokenShards
 from scripts import compare
 from scripts.runs import read_settings
 from tests.trainer.test_checkpoint import checkpoints, make, train_step
-from trainer import identity, safe_load, seal
+from trainer import identity, seal
+from trainer.checkpoint import load_safely
 from trainer.export import _losses
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import Settings
@@ -140,7 +141,7 @@ class Metadata(Seal):
 
     def read(self):
         with warnings.catch_warnings(action="ignore"):
-            safe_load.load(self.state, self.path, self.files, alone=True)
+            load_safely(self.state, self.path, self.files, alone=True)
 
 
 class Done(Reader):

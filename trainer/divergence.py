@@ -42,7 +42,7 @@ class Guard:
 
     def check_state(self, step: int) -> None:
         """Before weights and moments are saved after `step`: they must be finite, and copies the same."""
-        check_copies(self.model, self.ranks, step)
+        self.check_copies(step)
         bad = not_finite(self.model, self.optimizer, self.ranks)
         if bad:
             self._end(
@@ -50,6 +50,9 @@ class Guard:
                 f"after step {step}, {len(bad)} weights or moments are not finite: {first(bad)}\n"
                 f"They are not saved. {ADVICE}",
             )
+
+    def check_copies(self, step: int) -> None:
+        check_copies(self.model, self.ranks, step)
 
     def check_step(self, step: int, values: str, sequences: Sequence[int], *, skip: bool) -> None:
         """Report a step whose loss or gradient is not finite, before its update. Raises unless it is skipped.
@@ -189,6 +192,30 @@ class Spike:
         """Which of the two are outliers."""
         return [name for name in NAMES if self.values[name] > self.limits[name]]
 
+    def log(self, directory: RunDirectory, place: dict[str, Any]) -> None:
+        """Append a line to the run's spikes.jsonl, and warn.
+
+        place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
+        `skipped`.
+        """
+        typical = {f"typical_{name}": value for name, value in self.typical.items()}
+        append_line(directory.spikes, {**place, **self.values, **typical, "beyond": self.beyond})
+        told = " and ".join(
+            f"{name} {self.values[name]:.4g} (typical {self.typical[name]:.4g}, "
+            f"limit {self.limits[name]:.4g})"
+            for name in self.beyond
+        )
+        log.warning(
+            "step %d is a spike: %s%s. Its training sequences: %s; to read them: "
+            "python -m scripts.show_batch %s --step %d",
+            place["step"],
+            told,
+            "; optimizer step skipped" if place["skipped"] else "",
+            first(place["sequences"]),
+            shlex.quote(str(directory.path)),
+            place["step"],
+        )
+
 
 class SpikeDetector:
     """Judges each step by the previous `window` steps, once half of them are done."""
@@ -226,27 +253,3 @@ class SpikeDetector:
             dict(zip(NAMES, limits.tolist(), strict=True)),
         )
         return spike if spike.beyond else None
-
-
-def log_spike(spike: Spike, directory: RunDirectory, place: dict[str, Any]) -> None:
-    """Append a line to the run's spikes.jsonl, and warn.
-
-    place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
-    `skipped`.
-    """
-    typical = {f"typical_{name}": value for name, value in spike.typical.items()}
-    append_line(directory.spikes, {**place, **spike.values, **typical, "beyond": spike.beyond})
-    told = " and ".join(
-        f"{name} {spike.values[name]:.4g} (typical {spike.typical[name]:.4g}, limit {spike.limits[name]:.4g})"
-        for name in spike.beyond
-    )
-    log.warning(
-        "step %d is a spike: %s%s. Its training sequences: %s; to read them: "
-        "python -m scripts.show_batch %s --step %d",
-        place["step"],
-        told,
-        "; optimizer step skipped" if place["skipped"] else "",
-        first(place["sequences"]),
-        shlex.quote(str(directory.path)),
-        place["step"],
-    )

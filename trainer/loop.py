@@ -15,9 +15,7 @@ from common.errors import TrainingError, explain
 from common.terminal import surviving_closed
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, parallel, processes
-from trainer.checks import report_warmup
 from trainer.distributed import Ranks
-from trainer.divergence import log_spike
 from trainer.estimate import check_disk, check_memory, report_memory
 from trainer.events import AFTER_A_STEP, catch_up
 from trainer.export import draw, export, model_card
@@ -63,7 +61,6 @@ def train(settings: Settings) -> None:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
             report_memory(estimate)
-            report_warmup(settings)
             if settings.profile.memory:
                 remember_allocations(ranks.device)
             loop(Run(settings, directory, ranks, stop))
@@ -142,7 +139,7 @@ def _skips_spike(run: Run, loss: float, grad_norm: float) -> bool:
     if spike and run.ranks.is_main:
         step, sequences = run.step + 1, run.loader.sequence_indices(run.step).tolist()
         place = {"step": step, "tokens": step * run.sizes.tokens_per_step}
-        log_spike(spike, run.directory, {**place, "skipped": skip, "sequences": sequences})
+        spike.log(run.directory, {**place, "skipped": skip, "sequences": sequences})
     return spike is not None and skip
 
 

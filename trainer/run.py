@@ -26,7 +26,7 @@ from model.llama import Llama
 from trainer import identity, parallel, seal
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
-from trainer.checks import Sizes, groups, sizes_of
+from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import report_length
@@ -54,6 +54,7 @@ class Run:
 
     def __init__(self, settings: Settings, directory: TrainingDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
+        report_warmup(settings)
         self.sizes = sizes_of(settings, ranks.count)
         weights = find_weights(settings, directory)
         self.branch = ranks.from_main(lambda: find_branch(settings, directory))

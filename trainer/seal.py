@@ -4,7 +4,7 @@ DONE of a finished run is one, too, of its results.
 
 It finds damage: truncation, flipped bits, files of another checkpoint. It does not find tampering, because
 anyone can compute a CRC. That a checkpoint runs no code when it is read does not rest on it: see
-trainer/safe_load.py.
+trainer/checkpoint.py.
 """
 
 import json

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from common.errors import TrainingError
 from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
 from trainer import seal
-from trainer.checkpoint import load_alone, load_weights
-from trainer.safe_load import read_metadata
+from trainer.checkpoint import load_alone, load_weights, read_metadata
 
 
 class Calls:
