@@ -27,8 +27,7 @@ from model.huggingface import CONFIG_FILE
 from scripts.export import export_checkpoint, sealed_in
 from scripts.runs import read_settings
 from trainer.record import start_wandb
-from trainer.run_directory import RunDirectory
-from trainer.seal import checkpoint_of, newest_step
+from trainer.run_directory import RunDirectory, checkpoint_of, newest_step
 from trainer.settings import Settings
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form

@@ -18,10 +18,10 @@ from data.tokens import TokenShards
 from scripts import compare
 from scripts.runs import read_settings
 from tests.trainer.test_checkpoint import checkpoints, make, train_step
-from trainer import identity, seal
+from trainer import identity
 from trainer.checkpoint import load_safely
 from trainer.export import _losses
-from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_directory import CHECKSUM, RunDirectory, read_metrics, seal_text, verify_seal
 from trainer.settings import Settings
 
 #: What a byte, or some, may turn into. Each has broken a reader of this kind somewhere.
@@ -124,11 +124,11 @@ class Seal(Reader):
         return self.path / "seal.json"
 
     def read(self):
-        RunDirectory(self.folder).check_checkpoint(self.path, seal.verify(self.path), Settings(seed=1))
+        RunDirectory(self.folder).check_checkpoint(self.path, verify_seal(self.path), Settings(seed=1))
 
     def text(self, tree):
         if isinstance(tree, dict):
-            return seal.dumps({name: value for name, value in tree.items() if name != seal.CHECKSUM})
+            return seal_text({name: value for name, value in tree.items() if name != CHECKSUM})
         return json.dumps(tree)
 
 

@@ -1,6 +1,6 @@
 """Checkpoints that are complete or absent.
 
-A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed (trainer/seal.py), and
+A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed, and
 renamed. Reading verifies the seal; if that fails the previous checkpoint is used. The state itself is stored
 by torch.distributed.checkpoint, so a run can resume on another number of devices, and read without running
 code from it.
@@ -44,9 +44,17 @@ from torch.distributed.checkpoint.state_dict import (
 
 from common.errors import TrainingError, explain
 from common.files import read_bytes
-from trainer import seal
 from trainer.distributed import Ranks
-from trainer.seal import METADATA, checkpoint_of, checkpoints_in, path_of
+from trainer.run_directory import (
+    METADATA,
+    checkpoint_of,
+    checkpoints_in,
+    path_of,
+    step_of,
+    sync,
+    verify_seal,
+    write_seal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +143,7 @@ class Checkpoints:
 
     def _complete(self, path: Path) -> None:
         if self.completed:
-            self.completed(seal.step_of(path), path)
+            self.completed(step_of(path), path)
 
     def close(self) -> None:
         """Complete a write in progress. Its failure is only logged: another error is ending the run."""
@@ -213,20 +221,20 @@ class Checkpoints:
         temporary.mkdir()
 
     def _publish(self, temporary: Path, final: Path, sealed: dict[str, Any]) -> None:
-        seal.write(temporary, sealed)
+        write_seal(temporary, sealed)
         shutil.rmtree(final, ignore_errors=True)  # exists only if it was damaged
         os.rename(temporary, final)
-        seal.sync(self.folder)
-        seal.sync(self.folder.parent)  # which names that folder
+        sync(self.folder)
+        sync(self.folder.parent)  # which names that folder
         if self.published:
             self.published(sealed["step"])
         self._drop_old(sealed["step"])
 
     def _drop_old(self, newest: int) -> None:
         """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
-        done = [path for path in checkpoints_in(self.folder) if seal.step_of(path) <= newest]
+        done = [path for path in checkpoints_in(self.folder) if step_of(path) <= newest]
         for path in done[: -self.keep]:
-            if self.milestone_every is None or seal.step_of(path) % self.milestone_every:
+            if self.milestone_every is None or step_of(path) % self.milestone_every:
                 shutil.rmtree(path)
 
     # ------------------------------------------------------------------ what is there
@@ -238,7 +246,7 @@ class Checkpoints:
         paths = checkpoints_in(self.folder)
         for path in reversed(paths):
             try:
-                sealed = seal.verify(path)
+                sealed = verify_seal(path)
             except (OSError, ValueError) as error:
                 log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
                 continue
@@ -269,7 +277,7 @@ def load_alone(state: dict[str, Any], path: Path) -> None:
     Raises ValueError if it is damaged.
     """
     try:
-        sealed = seal.verify(path)
+        sealed = verify_seal(path)
         with warnings.catch_warnings():  # of no process group, which takes none here
             warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
             load_safely(state, path, sealed["files"], alone=True)

@@ -23,7 +23,7 @@ from data.tokens import count_sequences
 from model.backends import Backend
 from model.config import LlamaConfig
 from model.llama import Llama
-from trainer import identity, parallel, seal
+from trainer import identity, parallel
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints
 from trainer.checks import Sizes, groups, report_warmup, sizes_of
@@ -35,8 +35,7 @@ from trainer.optimizer import build_optimizer
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
-from trainer.run_directory import RunDirectory
-from trainer.seal import checkpoint_of, checkpoints_in, newest_step
+from trainer.run_directory import RunDirectory, checkpoint_of, checkpoints_in, newest_step, verify_seal
 from trainer.settings import Settings
 from trainer.start import WEIGHTS, WEIGHTS_ALONE, TrainingDirectory
 
@@ -348,7 +347,7 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
     try:
         folder = RunDirectory(Path(settings.branch_from)).checkpoints
         path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
-        sealed = seal.verify(path)
+        sealed = verify_seal(path)
         stored = identity.checked(sealed.get("settings"))
         shape = LlamaConfig(**stored["model"])
         wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]

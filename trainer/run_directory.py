@@ -1,4 +1,4 @@
-"""What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
+"""What a run leaves on disk: settings, metrics, weights, DONE or DIVERGED; checkpoints, and their seals."""
 
 import json
 import logging
@@ -6,19 +6,18 @@ import os
 import platform
 import re
 import sys
+import zlib
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 
 from common.errors import TrainingError
 from common.files import append_line, damaged_line, read_bytes, read_line, read_lines, write_text
 from common.redaction import redact
-from trainer import identity, seal
+from trainer import identity
 from trainer.machine import software
-from trainer.seal import sync
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -41,6 +40,11 @@ ASIDE = ".before"
 
 NAME_BYTES = 255  # of a file's name, on Linux
 
+SEAL = "seal.json"
+METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files
+NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
+CHECKSUM = "checksum"  # of the seal itself
+
 # Values of metrics.jsonl and spikes.jsonl that are computed with.
 NUMBERS = re.compile(r"tokens|lr|mfu|tokens_per_second|(typical_)?(loss|grad_norm)|(val_|probe/).*")
 
@@ -54,7 +58,7 @@ def default_name(overrides: list[str]) -> str:
     name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
     if name != exact.replace("=", "-") or len(name) > 120 or len(name.encode()) > NAME_BYTES:
         kept = name[:110].encode()[: NAME_BYTES - 9].decode(errors="ignore")
-        return f"{kept}-{crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
+        return f"{kept}-{zlib.crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
     return name
 
 
@@ -140,10 +144,10 @@ class RunDirectory:
         files = {}
         for path in filter(Path.is_file, results):
             sync(path)
-            files[path.relative_to(self.path).as_posix()] = seal.fingerprint(path)
+            files[path.relative_to(self.path).as_posix()] = fingerprint(path)
         for folder in filter(Path.exists, (self.weights, self.path)):
             sync(folder)
-        write_text(self.done, seal.dumps({"files": files}))
+        write_text(self.done, seal_text({"files": files}))
         sync(self.path)
 
     def check(self, *results: Path) -> None:
@@ -157,10 +161,10 @@ class RunDirectory:
         if not self.is_finished:
             return
         try:
-            files = seal.read_file(self.done)["files"]
+            files = read_sealed_file(self.done)["files"]
             within = [path.relative_to(self.path) for path in results or (self.path,)]
             chosen = {name: files[name] for name in files if any(map(Path(name).is_relative_to, within))}
-            seal.verify_files(self.path, chosen)
+            verify_files(self.path, chosen)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.path} is finished, but {error}. Restore that file from a copy. Or delete "
@@ -217,3 +221,143 @@ def _problem(record: dict[str, Any]) -> str | None:
         return "it has no step"
     wrong = [k for k, v in record.items() if not isinstance(v, int | float | None) and NUMBERS.fullmatch(k)]
     return f"its {wrong[0]} is no number" if wrong else None
+
+
+# ---------------------------------------------------------------------- checkpoints and their seals
+#
+# A seal says what a checkpoint is of, and the size and checksum of each of its files, and of itself. DONE of
+# a finished run is one, too, of its results. It finds damage: truncation, flipped bits, files of another
+# checkpoint. It does not find tampering, because anyone can compute a CRC. That a checkpoint runs no code
+# when it is read does not rest on it: see trainer/checkpoint.py.
+
+
+def write_seal(folder: Path, contents: dict[str, Any]) -> None:
+    """Seal all files of `folder`. They and the folder are on the disk when this returns."""
+    files = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
+    with open(folder / SEAL, "w") as file:
+        file.write(seal_text({**contents, "files": files}))
+        file.flush()
+        os.fsync(file.fileno())
+    sync(folder)
+
+
+def seal_text(sealed: dict[str, Any]) -> str:
+    """A seal as JSON."""
+    sealed = json.loads(json.dumps(sealed))
+    return json.dumps({**sealed, CHECKSUM: _checksum(sealed)}, indent=1)
+
+
+def read_seal(folder: Path) -> dict[str, Any]:
+    """The contents of the seal; the files are not looked at.
+
+    Raises OSError, or ValueError if it is damaged.
+    """
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link; put there what it leads to")
+    sealed = read_sealed_file(folder / SEAL)
+    if step_of(folder) != sealed.get("step"):
+        raise ValueError(f"{SEAL} is that of step {sealed.get('step')}")
+    return sealed
+
+
+def read_sealed_file(path: Path) -> dict[str, Any]:
+    """What `seal_text` made. Raises OSError, or ValueError if it is damaged."""
+    try:
+        sealed = json.loads(read_bytes(path, links=False))
+        checksum = sealed.pop(CHECKSUM, None) if isinstance(sealed, dict) else None
+        found = _checksum(sealed)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    if not (isinstance(sealed, dict) and isinstance(sealed.get("files"), dict)):
+        raise ValueError(f"{path.name} lists no files")
+    if checksum != found:
+        raise ValueError(f"{path.name} does not match its own checksum")
+    return sealed
+
+
+def verify_seal(folder: Path) -> dict[str, Any]:
+    """The contents of the seal. Raises ValueError or OSError naming what does not match it."""
+    sealed = read_seal(folder)
+    verify_files(folder, {METADATA: None, **sealed["files"]})
+    return sealed
+
+
+def verify_files(folder: Path, files: dict[str, Any]) -> None:
+    """Compare files, by their paths in `folder`, with their fingerprints. Raises as `verify_seal` does."""
+    for name, expected in files.items():
+        path = folder / name
+        outside = {"/", ".."} & {*Path(name).parts}
+        if outside or path.is_symlink() or not path.is_file():  # nor a pipe that never ends
+            raise ValueError(f"{name} is missing, or no file of this folder")
+        found = size = f"{path.stat().st_size} bytes"
+        if str(expected).startswith(f"{size}, "):  # a sparse file of a stranger may have any size
+            found = fingerprint(path)
+        if found != expected:
+            raise ValueError(f"{name} is {found}, was written as {expected}")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first; none if there is no folder.
+
+    Raises OSError if the folder cannot be read, or is a link to a place that is not there.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise
+        return []
+    return sorted(folder / name for name in names if NAME.fullmatch(name))
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a checkpoint's folder, step_<n>, says. Raises ValueError if it says none."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """The checkpoint of one step. Raises ValueError, naming the steps that exist, if there is none."""
+    path = path_of(folder, step)
+    if not path.is_dir():
+        there = ", ".join(map(str, steps_in(folder))) or "none"
+        raise ValueError(f"{folder} has no checkpoint of step {step}; there: {there}")
+    return path
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose checkpoints are in `folder`."""
+    return [step_of(path) for path in checkpoints_in(folder)]
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint of `folder`. Raises ValueError if there is none."""
+    if steps := steps_in(folder):
+        return steps[-1]
+    raise ValueError(f"{folder} holds no checkpoint; train the run, or restore them")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step_{step:08d}"
+
+
+def sync(path: Path) -> None:
+    """Return when the content of the file, or the names in the folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _checksum(sealed: dict[str, Any]) -> str:
+    return f"crc {zlib.crc32(json.dumps(sealed, sort_keys=True).encode()):08x}"
+
+
+def fingerprint(path: Path) -> str:
+    """Size and checksum of a file, some 2 GB/s."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return f"{path.stat().st_size} bytes, crc {checksum:08x}"

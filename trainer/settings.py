@@ -145,7 +145,7 @@ class ProbeSettings:
 
 @dataclass
 class SpikeSettings:
-    """Finding steps with an outlier loss or gradient norm (trainer/spikes.py)."""
+    """Finding steps with an outlier loss or gradient norm (trainer/divergence.py)."""
 
     # previous steps that define the typical value
     window: int = setting(within=Range(lambda value: value >= 8, "8 or more, to find the typical loss"))
@@ -155,7 +155,7 @@ class SpikeSettings:
 
 @dataclass
 class ProfileSettings:
-    """Recording a few steps with torch.profiler, and what is in memory (trainer/profiling.py)."""
+    """Recording a few steps with torch.profiler, and what is in memory (trainer/machine.py)."""
 
     steps: int = not_negative(0)  # how many steps; 0: no profile
     start: int = positive(10)  # after so many other steps of this process

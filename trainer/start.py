@@ -25,9 +25,18 @@ from common.files import read_lines, write_text
 from common.overrides import escaped
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from data.tokenizers import VOCABULARY_SIZES
-from trainer import identity, seal
-from trainer.run_directory import ASIDE, RunDirectory, name_directory, read_metrics
-from trainer.seal import checkpoints_in, newest_step
+from trainer import identity
+from trainer.run_directory import (
+    ASIDE,
+    RunDirectory,
+    checkpoints_in,
+    name_directory,
+    newest_step,
+    read_metrics,
+    read_seal,
+    step_of,
+    steps_in,
+)
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -146,7 +155,7 @@ class TrainingDirectory(RunDirectory):
                 f"{self.path} is finished, but nothing there says with which settings: restore its "
                 "config.yaml from a copy, or set rerun_finished=true to train it again from the start"
             )
-        step = max(map(seal.step_of, checkpoints_in(self.checkpoints)), default=0)
+        step = max(map(step_of, checkpoints_in(self.checkpoints)), default=0)
         if identity.is_longer(stored, settings, step):
             return False
         current = identity.recorded(settings)
@@ -211,7 +220,7 @@ class TrainingDirectory(RunDirectory):
         current = identity.recorded(settings)
         if (found := _find_checkpoints(self)) or self.has_metrics:
             stored = _stored_settings(self)
-            step = max(map(seal.step_of, found), default=0)
+            step = max(map(step_of, found), default=0)
             changed = identity.differences(stored, current) if stored else []
             if changed and not identity.is_longer(stored, settings, step):
                 raise TrainingError(
@@ -291,7 +300,7 @@ def _branching(directory: RunDirectory, stored: dict[str, Any], settings: Settin
     common = identity.steps_in_common(stored, settings)
     if common < 0 or not 0 < step < settings.total_steps:
         return ""
-    steps = seal.steps_in(directory.checkpoints)
+    steps = steps_in(directory.checkpoints)
     at = max((one for one in steps if one <= common), default=step)
     return (
         f". It cannot go on here: its {step} steps had other learning rates, from step {common + 1} on. "
@@ -353,6 +362,6 @@ def _remove(path: Path) -> None:
 def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
     """The settings in a checkpoint's seal; None if it is damaged."""
     try:
-        return identity.checked(seal.read(checkpoint).get("settings"))
+        return identity.checked(read_seal(checkpoint).get("settings"))
     except (OSError, ValueError):
         return None

@@ -18,7 +18,7 @@ from scripts.paper.gradient_bias_estimates import Grams
 from scripts.paper.trained_runs import TrainedRun, UnusableWeights
 from trainer.checkpoint import NO_PROCESS_GROUP, load_alone
 from trainer.optimizer import adamw
-from trainer.seal import checkpoint_of, steps_in
+from trainer.run_directory import checkpoint_of, steps_in
 
 RAW, ADAM = "raw", "adam"
 VIEWS = (RAW, ADAM)

@@ -13,8 +13,8 @@ import yaml
 from common.errors import TrainingError
 from common.files import append_line, read_lines, write_text
 from data.settings import DataSettings
-from trainer import identity, seal
-from trainer.run_directory import default_name, read_metrics
+from trainer import identity
+from trainer.run_directory import default_name, read_metrics, read_seal, seal_text, steps_in, write_seal
 from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
 from trainer.start import TrainingDirectory
 
@@ -118,7 +118,7 @@ def checkpoint_of(directory, step=1, **settings):
     folder = directory.checkpoints / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
-    seal.write(folder, {"step": step, "settings": identity.recorded(Settings(**settings))})
+    write_seal(folder, {"step": step, "settings": identity.recorded(Settings(**settings))})
     return folder
 
 
@@ -194,7 +194,7 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     directory = TrainingDirectory(tmp_path)
     attention = {"backend": "sagebwd", "preset": "paper"}
     foreign = checkpoint_of(directory, 4, seed=1, context=32, attention=attention)
-    sealed = seal.read(foreign)
+    sealed = read_seal(foreign)
     directory.check_checkpoint(foreign, sealed, Settings(seed=1, context=32, attention=attention))
     told = (
         r"(?s)step_00000004 is of a run with other settings.*granularity was block.*context was 32, is now 64"
@@ -308,7 +308,7 @@ def test_a_damaged_done_is_named(tmp_path, content):
 def test_done_of_a_stranger_reads_no_file_elsewhere(tmp_path, name):
     directory = whole(tmp_path / "run")
     (tmp_path / "elsewhere").write_text("secret")
-    (tmp_path / "run" / "DONE").write_text(seal.dumps({"files": {name: "6 bytes"}}))
+    (tmp_path / "run" / "DONE").write_text(seal_text({"files": {name: "6 bytes"}}))
     with pytest.raises(TrainingError, match=r"no file of this folder|File name too long"):
         directory.is_finished_with(Settings())
 
@@ -418,7 +418,7 @@ def test_a_finished_run_goes_when_the_new_one_has_a_checkpoint(ended):
     begin_again(ended)
     (ended.checkpoints / "step_00000001").mkdir(parents=True)
     ended.note_checkpoint(1)
-    assert (ended.checkpoints.is_symlink(), seal.steps_in(ended.checkpoints)) == (linked, [1])
+    assert (ended.checkpoints.is_symlink(), steps_in(ended.checkpoints)) == (linked, [1])
     there = {".lock", ".saved", "DIVERGED", "checkpoints", "config.yaml", "environment.jsonl"}
     assert {path.name for path in ended.path.iterdir()} == there | {"metrics.jsonl", "notes.txt"}
     assert (ended.checkpoints / "notes.txt").exists()

@@ -15,10 +15,10 @@ from common.files import append_line
 from tests.cli import assert_same_weights, flip, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
-from trainer import seal, settings, sweep
+from trainer import settings, sweep
 from trainer.checks import check
 from trainer.estimate import describe
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import RunDirectory, read_sealed_file, seal_text, verify_seal
 from trainer.start import TrainingDirectory, inherited
 
 QUICK = ("sample_tokens=0", "probe.every=0", "checkpoint_every=2")
@@ -186,8 +186,8 @@ def test_a_branch_takes_no_code_from_its_run(trunk, train, typed, tmp_path):
     recorded.data.root, recorded.logger.project = str(tmp_path / "theirs"), "theirs"
     OmegaConf.save(recorded, stranger / "config.yaml")
     sealed = stranger / "checkpoints" / "step_00000008" / "seal.json"
-    contents = seal.read_file(sealed) | {"settings": OmegaConf.to_container(recorded)}
-    sealed.write_text(seal.dumps(contents))
+    contents = read_sealed_file(sealed) | {"settings": OmegaConf.to_container(recorded)}
+    sealed.write_text(seal_text(contents))
     train(f"branch_from={stranger}", "steps=9", f"run_dir={tmp_path / 'branch'}")
     assert not (tmp_path / "ran").exists()
     recorded.optimizer._target_ = "os.system"
@@ -237,7 +237,7 @@ def test_a_pipe_a_checkpoint_and_checkpoints_that_are_links_are_refused(trunk, t
     shutil.rmtree(newest)
     newest.symlink_to(trunk / "checkpoints" / newest.name)
     with pytest.raises(ValueError, match="is a link"):
-        seal.verify(newest)
+        verify_seal(newest)
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").symlink_to(trunk / "checkpoints")  # to train would delete some
     with pytest.raises(ValueError, match="those of another run"):
