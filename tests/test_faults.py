@@ -70,9 +70,7 @@ def replaced(name, wrap):
 def slow_writes(seconds=0.001):
     """Every tensor of a checkpoint takes so long more, some 100 of them and the seal."""
     replaced("torch.save", lambda save: lambda *data: (time.sleep(seconds), save(*data)))
-    replaced(
-        "trainer.checkpoint.write_seal", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data))
-    )
+    replaced("trainer.checkpoint.write_seal", lambda seal: lambda *it: (time.sleep(20 * seconds), seal(*it)))
 
 
 def dies_in(name, call):

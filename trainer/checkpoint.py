@@ -1,9 +1,8 @@
 """Checkpoints that are complete or absent.
 
-A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed, and
-renamed. Reading verifies the seal; if that fails the previous checkpoint is used. The state itself is stored
-by torch.distributed.checkpoint, so a run can resume on another number of devices, and read without running
-code from it.
+A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed, and renamed. Reading
+verifies the seal; if that fails the previous checkpoint is used. The state itself is stored by
+torch.distributed.checkpoint, so a run can resume on another number of devices, and read without running code.
 
 In the background mode, training pauses only while the state is copied to CPU memory. A thread then writes,
 seals, renames and deletes old checkpoints. With several ranks each has such a thread and writes its part. The
@@ -163,25 +162,11 @@ class Checkpoints:
         with it. It raises TrainingError if that is not of this run. This raises TrainingError if there are
         checkpoints but none is intact, because starting over is the user's decision.
         """
-        path, sealed = self.ranks.from_main(lambda: self._newest_intact(check))
+        path, sealed = self.ranks.from_main(lambda: _newest_intact(self.folder, check))
         if path is None:
             return None
-        self.load(path, sealed, model, optimizer)
+        restore(path, sealed, model, optimizer)
         return sealed
-
-    def load(self, path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
-        """Restore a checkpoint, of this run or another, whose seal was verified."""
-        state = _state(model, optimizer)
-        try:
-            load_safely(state, path, sealed["files"])
-        except ValueError as error:
-            raise TrainingError(
-                f"checkpoint {path} cannot be loaded: {error}. Delete that folder, and the same command "
-                "continues from the checkpoint before it"
-            ) from error
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    # ------------------------------------------------------------------ writing, on the thread or not
 
     def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of the current state in CPU memory."""
@@ -199,7 +184,7 @@ class Checkpoints:
         final = path_of(self.folder, sealed["step"])
         temporary = self.folder / f".writing_{final.name}"
         try:
-            self.ranks.from_main(lambda: self._make_folder(temporary), self._group)
+            self.ranks.from_main(lambda: _make_folder(self.folder, temporary), self._group)
             dcp.save(state, checkpoint_id=temporary, process_group=self._group)  # returns when all ranks have
             self.ranks.from_main(lambda: self._publish(temporary, final, sealed), self._group)
         except (OSError, dcp.CheckpointException) as error:
@@ -212,14 +197,6 @@ class Checkpoints:
             ) from error
         return final
 
-    def _make_folder(self, temporary: Path) -> None:
-        if not self.folder.parent.is_dir():
-            raise OSError(f"{self.folder.parent} was removed while the run trains")
-        self.folder.mkdir(exist_ok=True)
-        for leftover in self.folder.glob(".writing_*"):  # of a process that was killed
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-
     def _publish(self, temporary: Path, final: Path, sealed: dict[str, Any]) -> None:
         write_seal(temporary, sealed)
         shutil.rmtree(final, ignore_errors=True)  # exists only if it was damaged
@@ -228,37 +205,59 @@ class Checkpoints:
         sync(self.folder.parent)  # which names that folder
         if self.published:
             self.published(sealed["step"])
-        self._drop_old(sealed["step"])
+        _drop_old(self.folder, sealed["step"], keep=self.keep, milestone_every=self.milestone_every)
 
-    def _drop_old(self, newest: int) -> None:
-        """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
-        done = [path for path in checkpoints_in(self.folder) if step_of(path) <= newest]
-        for path in done[: -self.keep]:
-            if self.milestone_every is None or step_of(path) % self.milestone_every:
-                shutil.rmtree(path)
 
-    # ------------------------------------------------------------------ what is there
+def _make_folder(folder: Path, temporary: Path) -> None:
+    if not folder.parent.is_dir():
+        raise OSError(f"{folder.parent} was removed while the run trains")
+    folder.mkdir(exist_ok=True)
+    for leftover in folder.glob(".writing_*"):  # of a process that was killed
+        shutil.rmtree(leftover)
+    temporary.mkdir()
 
-    def _newest_intact(
-        self, check: Callable[[Path, dict[str, Any]], None] | None
-    ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-        """The newest checkpoint whose files are what its seal says, and the seal's contents."""
-        paths = checkpoints_in(self.folder)
-        for path in reversed(paths):
-            try:
-                sealed = verify_seal(path)
-            except (OSError, ValueError) as error:
-                log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
-                continue
-            if check:
-                check(path, sealed)
-            return path, sealed
-        if paths:
-            raise TrainingError(
-                f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete the run "
-                f"directory {self.folder.parent} to train from the start"
-            )
-        return None, None
+
+def _drop_old(folder: Path, newest: int, *, keep: int, milestone_every: int | None) -> None:
+    """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
+    done = [path for path in checkpoints_in(folder) if step_of(path) <= newest]
+    for path in done[:-keep]:
+        if milestone_every is None or step_of(path) % milestone_every:
+            shutil.rmtree(path)
+
+
+def _newest_intact(
+    folder: Path, check: Callable[[Path, dict[str, Any]], None] | None
+) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+    """The newest checkpoint whose files are what its seal says, and the seal's contents."""
+    paths = checkpoints_in(folder)
+    for path in reversed(paths):
+        try:
+            sealed = verify_seal(path)
+        except (OSError, ValueError) as error:
+            log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
+            continue
+        if check:
+            check(path, sealed)
+        return path, sealed
+    if paths:
+        raise TrainingError(
+            f"every checkpoint in {folder} is damaged. Restore one from a copy, or delete the run "
+            f"directory {folder.parent} to train from the start"
+        )
+    return None, None
+
+
+def restore(path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
+    """Restore a checkpoint, of this run or another, whose seal was verified."""
+    state = _state(model, optimizer)
+    try:
+        load_safely(state, path, sealed["files"])
+    except ValueError as error:
+        raise TrainingError(
+            f"checkpoint {path} cannot be loaded: {error}. Delete that folder, and the same command "
+            "continues from the checkpoint before it"
+        ) from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def load_weights(folder: Path, step: int, model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from trainer import identity, parallel
 from trainer.callbacks import Callbacks
-from trainer.checkpoint import Checkpoints
+from trainer.checkpoint import Checkpoints, restore
 from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
@@ -156,7 +156,7 @@ class Run:
     def _restore(self) -> dict[str, Any]:
         restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)
         if restored is None and self.branch:
-            restored = load_branch(self.branch, self.checkpoints, self.llama, self.optimizer)
+            restored = load_branch(self.branch, self.llama, self.optimizer)
         restored = restored or {}
         step = restored.get("step", 0)
         if self.ranks.is_main:
@@ -372,10 +372,7 @@ def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict
 
 
 def load_branch(
-    branch: tuple[Path, dict[str, Any]],
-    checkpoints: Checkpoints,
-    llama: Llama,
-    optimizer: torch.optim.Optimizer,
+    branch: tuple[Path, dict[str, Any]], llama: Llama, optimizer: torch.optim.Optimizer
 ) -> dict[str, Any]:
     """Restore what `find_branch` found, and return what of its seal holds for the branch, too.
 
@@ -383,7 +380,7 @@ def load_branch(
     """
     path, sealed = branch
     own = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
-    checkpoints.load(path, sealed, llama, optimizer)
+    restore(path, sealed, llama, optimizer)
     for group, values in zip(optimizer.param_groups, own, strict=True):
         group.update(values)
     log.info("going on from %s", path)
