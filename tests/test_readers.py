@@ -118,7 +118,7 @@ class Seal(Reader):
     def write(self):
         model, optimizer = make()
         train_step(model, optimizer)
-        extra = {"settings": identity.recorded(Settings(seed=1)), "data": "a", "tokenizer": "bytes"}
+        extra = {"settings": Settings(seed=1).recorded(), "data": "a", "tokenizer": "bytes"}
         checkpoints(self.folder / "checkpoints").save(1, model, optimizer, extra)
         self.path = self.folder / "checkpoints" / "step_00000001"
         return self.path / "seal.json"
@@ -158,7 +158,7 @@ class Done(Reader):
 
 class Config(Reader):
     def write(self):
-        stored = identity.recorded(Settings(sample_prompt="${x}"))
+        stored = Settings(sample_prompt="${x}").recorded()
         for group in (stored, *(value for value in stored.values() if isinstance(value, dict))):
             group |= {name: 1 for name, value in group.items() if value == "???"}
         (self.folder / "config.yaml").write_text(yaml.safe_dump(stored))
@@ -166,7 +166,7 @@ class Config(Reader):
 
     def read(self):
         stored = identity.read(self.file)
-        identity.listed(identity.differences(stored, identity.recorded(Settings())))
+        identity.listed(identity.differences(stored, Settings().recorded()))
         assert os.environ["HOME"] not in str(read_settings(RunDirectory(self.folder)))
 
 

@@ -17,7 +17,6 @@ import data.settings
 import data.tokenizers
 import model.config
 from common.errors import SettingsError
-from trainer.machine import MEMORY_GIB, known_gpu
 from trainer.optimizer import OPTIMIZERS, warmup_steps
 from trainer.settings import Settings, value_problems
 
@@ -132,8 +131,6 @@ def check_hardware(settings: Settings, ranks: int) -> Problems:
         yield f"gpu={settings.gpu} is for estimates: add plan=true, or leave it out and train on what is here"
     elif settings.gpu and hardware.device != "cuda":
         yield f"gpu={settings.gpu}, but hardware.device={hardware.device}; choose hardware=gpu or gpu_24gb"
-    elif settings.gpu and known_gpu(settings.gpu) is None:
-        yield f"gpu={settings.gpu} is not known; choose one of {', '.join(MEMORY_GIB)}"
     if hardware.device == "cuda" and not settings.plan:  # an estimate may be made on another machine
         available = torch.cuda.device_count()
         if available == 0:

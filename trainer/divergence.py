@@ -8,8 +8,9 @@ import logging
 import math
 import shlex
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -22,7 +23,6 @@ from torch.nn.utils import get_total_norm
 from common.errors import TrainingError, first
 from common.files import append_line
 from trainer.distributed import CONTINUES, Ranks
-from trainer.run_directory import RunDirectory
 from trainer.settings import SpikeSettings
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,14 @@ class Guard:
     """Ends a run, as DIVERGED if not finite. All ranks make all calls; each raises TrainingError on all."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, directory: RunDirectory
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        note: Callable[[int], None],
     ):
-        self.model, self.optimizer, self.ranks, self.directory = model, optimizer, ranks, directory
+        """note: is called on the main rank with the step that ends the run."""
+        self.model, self.optimizer, self.ranks, self.note = model, optimizer, ranks, note
 
     def check_state(self, step: int) -> None:
         """Before weights and moments are saved after `step`: they must be finite, and copies the same."""
@@ -99,7 +104,7 @@ class Guard:
 
     def _end(self, step: int, message: str) -> NoReturn:
         if self.ranks.is_main:
-            self.directory.note_divergence(step)
+            self.note(step)
         raise TrainingError(message)
 
 
@@ -192,14 +197,14 @@ class Spike:
         """Which of the two are outliers."""
         return [name for name in NAMES if self.values[name] > self.limits[name]]
 
-    def log(self, directory: RunDirectory, place: dict[str, Any]) -> None:
-        """Append a line to the run's spikes.jsonl, and warn.
+    def log(self, file: Path, place: dict[str, Any]) -> None:
+        """Append a line to `file`, the spikes.jsonl in the run's directory, and warn.
 
         place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
         `skipped`.
         """
         typical = {f"typical_{name}": value for name, value in self.typical.items()}
-        append_line(directory.spikes, {**place, **self.values, **typical, "beyond": self.beyond})
+        append_line(file, {**place, **self.values, **typical, "beyond": self.beyond})
         told = " and ".join(
             f"{name} {self.values[name]:.4g} (typical {self.typical[name]:.4g}, "
             f"limit {self.limits[name]:.4g})"
@@ -212,7 +217,7 @@ class Spike:
             told,
             "; optimizer step skipped" if place["skipped"] else "",
             first(place["sequences"]),
-            shlex.quote(str(directory.path)),
+            shlex.quote(str(file.parent)),
             place["step"],
         )
 

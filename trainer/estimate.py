@@ -16,12 +16,12 @@ from typing import NamedTuple
 
 import torch
 
-from common.errors import TrainingError
+from common.errors import SettingsError, TrainingError
 from data.recipe import training_texts
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
-from trainer.machine import host_memory, matmul_flops, memory_of, own_memory, peak_of
+from trainer.machine import MEMORY_GIB, host_memory, known_gpu, matmul_flops, memory_of, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 
 log = logging.getLogger(__name__)
@@ -355,7 +355,10 @@ def is_too_long(settings: Settings, passes: float) -> bool:
 
 def describe(settings: Settings, ranks: int) -> str:
     """The table of `plan=true`. Reads what is on disk of the data, and writes nothing."""
-    sizes, estimate = check(settings, ranks), memory(settings, ranks)
+    sizes = check(settings, ranks)
+    if settings.gpu and known_gpu(settings.gpu) is None:
+        raise SettingsError(f"gpu={settings.gpu} is not known; choose one of {', '.join(MEMORY_GIB)}")
+    estimate = memory(settings, ranks)
     sizes = replace(sizes, steps=max(0, sizes.steps - (settings.branch_step or 0)))  # those to be done
     sections = (
         _run(settings, sizes, ranks),

@@ -5,7 +5,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -16,7 +16,6 @@ from omegaconf.errors import OmegaConfBaseException
 from common.errors import SettingsError
 from common.files import read_bytes
 from common.overrides import escaped
-from common.redaction import redact
 from model import backends
 from trainer.machine import software
 from trainer.optimizer import learning_rate, warmup_steps
@@ -49,14 +48,9 @@ def may_change(name: str) -> bool:
     return mark is True
 
 
-def recorded(settings: Settings) -> dict[str, Any]:
-    """The settings as config.yaml and the seals of checkpoints record them, without secrets."""
-    return redact({**asdict(settings), "attention": settings.attention.recorded()})
-
-
 def of_rank(settings: Settings) -> dict[str, Any]:
     """What all ranks of a run must have in common, besides its text: settings, code and versions."""
-    kept = {name: value for name, value in _flat(recorded(settings)).items() if not PLACES.fullmatch(name)}
+    kept = {name: value for name, value in _flat(settings.recorded()).items() if not PLACES.fullmatch(name)}
     return kept | software()
 
 
@@ -77,7 +71,7 @@ def read(config: Path) -> dict[str, Any]:
 
 
 def checked(stored: Any) -> dict[str, Any]:
-    """The same, if it is what `recorded` gives, in JSON or YAML. Raises ValueError for anything else."""
+    """The same, if it is as `Settings.recorded` gives it, in JSON or YAML; else raises ValueError."""
     if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
         raise ValueError("it has no settings of a run")
     if not _is_plain(stored):
@@ -125,7 +119,7 @@ def restored(stored: dict[str, Any]) -> DictConfig:
 def differences(
     stored: dict[str, Any], current: dict[str, Any], also: Collection[str] = ()
 ) -> list[Difference]:
-    """The settings that make it another run, and those of `also`. Both as `recorded` gives them."""
+    """The settings that make it another run, and those of `also`. Both as `Settings.recorded` gives them."""
     old, new = completed(stored), _flat(current)
     return [
         (key, old.get(key), new.get(key))
@@ -148,7 +142,7 @@ def completed(stored: dict[str, Any]) -> dict[str, Any]:
 
 def steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
     """How many first steps of a stored run have these learning rates; -1 if more than LENGTH differs."""
-    changed = {name for name, *_ in differences(stored, recorded(settings))}
+    changed = {name for name, *_ in differences(stored, settings.recorded())}
     if not changed or not changed <= LENGTH:
         return -1
 

@@ -20,7 +20,6 @@ from trainer.estimate import check_disk, check_memory, report_memory
 from trainer.events import AFTER_A_STEP, catch_up
 from trainer.export import draw, export, model_card
 from trainer.machine import dump_memory, remember_allocations
-from trainer.optimizer import learning_rate, set_learning_rate
 from trainer.processes import StopRequest
 from trainer.record import log_to
 from trainer.run import Run
@@ -90,10 +89,7 @@ def train_step(run: Run) -> dict[str, float]:
     The GPU is waited for once, and several ranks exchange one tensor in addition to the gradients.
     """
     settings, sizes = run.settings, run.sizes
-    rate = learning_rate(
-        run.step, steps=sizes.steps, warmup_steps=sizes.warmup_steps, settings=settings.optimizer
-    )
-    set_learning_rate(run.optimizer, rate)
+    rate = run.set_learning_rate()
     parallel.expect_gradients(run.llama, settings.hardware)
     loss = torch.zeros((), device=run.ranks.device)
     for micro_step, batch in enumerate(run.loader.micro_batches(run.step)):
@@ -139,7 +135,7 @@ def _skips_spike(run: Run, loss: float, grad_norm: float) -> bool:
     if spike and run.ranks.is_main:
         step, sequences = run.step + 1, run.loader.sequence_indices(run.step).tolist()
         place = {"step": step, "tokens": step * run.sizes.tokens_per_step}
-        spike.log(run.directory, {**place, "skipped": skip, "sequences": sequences})
+        spike.log(run.directory.spikes, {**place, "skipped": skip, "sequences": sequences})
     return spike is not None and skip
 
 

@@ -31,7 +31,7 @@ from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import report_length
 from trainer.machine import StepProfiler, peak_tflops
-from trainer.optimizer import build_optimizer
+from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
@@ -75,7 +75,7 @@ class Run:
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
         self.callbacks = Callbacks(settings.callbacks)
-        self.guard = Guard(self.llama, self.optimizer, ranks, directory)
+        self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
             ranks=ranks,
@@ -107,6 +107,13 @@ class Run:
         if self.record:
             self.record.close()
 
+    def set_learning_rate(self) -> float:
+        """That of the next step, for the optimizer."""
+        sizes, settings = self.sizes, self.settings.optimizer
+        rate = learning_rate(self.step, steps=sizes.steps, warmup_steps=sizes.warmup_steps, settings=settings)
+        set_learning_rate(self.optimizer, rate)
+        return rate
+
     def save(self) -> None:
         """Save a checkpoint. Raises TrainingError if the state is not finite: it would be of no use."""
         self.guard.check_state(self.step)
@@ -117,7 +124,7 @@ class Run:
             "logged": self.record.logged if self.record else None,
             "data": self.corpus.manifest.fingerprint,
             "tokenizer": self.corpus.manifest.recipe["tokenizer"],
-            "settings": identity.recorded(self.settings),
+            "settings": self.settings.recorded(),
             "recent": self.spikes.history,
         }
         self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
@@ -199,7 +206,7 @@ def _start_record(run: Run, wandb_id: str | None) -> Record:
         "devices": run.ranks.count,
         "attention": run.backend.description,  # the kernel that was chosen
     }
-    config = {**identity.recorded(settings), "derived": derived}
+    config = {**settings.recorded(), "derived": derived}
     with_tensorboard = settings.logger.tensorboard
     return Record(
         run.directory.metrics,

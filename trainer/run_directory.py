@@ -117,7 +117,7 @@ class RunDirectory:
             stored = identity.checked(sealed.get("settings"))
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        changed = identity.differences(stored, identity.recorded(settings))
+        changed = identity.differences(stored, settings.recorded())
         if changed and not identity.is_longer(stored, settings, sealed["step"]):
             raise TrainingError(
                 f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"

@@ -9,7 +9,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from omegaconf import MISSING, ListConfig, OmegaConf
 import data.recipe
 from common import overrides
 from common.errors import SettingsError
+from common.redaction import redact
 from data.recipe import Recipe
 from data.settings import DataSettings, options, register_options
 from model import backends
@@ -263,6 +264,10 @@ class Settings:
     def tokens_per_step(self) -> int:
         """Tokens of all devices together that make up one optimizer step."""
         return self.tps.tokens_per_step // self.tps.divide_by
+
+    def recorded(self) -> dict[str, Any]:
+        """As config.yaml and the seals of checkpoints record them, without secrets."""
+        return redact({**asdict(self), "attention": self.attention.recorded()})
 
     @functools.cached_property
     def recipes(self) -> list[Recipe]:

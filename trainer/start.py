@@ -158,7 +158,7 @@ class TrainingDirectory(RunDirectory):
         step = max(map(step_of, checkpoints_in(self.checkpoints)), default=0)
         if identity.is_longer(stored, settings, step):
             return False
-        current = identity.recorded(settings)
+        current = settings.recorded()
         changed = identity.differences(stored, current, also=("spike.skip",))
         if changed:
             raise TrainingError(
@@ -217,7 +217,7 @@ class TrainingDirectory(RunDirectory):
         if self.environment.exists():
             with user_facing(ValueError):
                 read_lines(self.environment)  # the model card needs it, at the end
-        current = identity.recorded(settings)
+        current = settings.recorded()
         if (found := _find_checkpoints(self)) or self.has_metrics:
             stored = _stored_settings(self)
             step = max(map(step_of, found), default=0)

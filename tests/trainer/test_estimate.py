@@ -282,7 +282,7 @@ def test_a_model_for_which_no_micro_batch_fits_is_told_what_helps(compose_settin
 )
 def test_a_gpu_that_says_nothing_is_refused(compose_settings, overrides, told):
     with pytest.raises(TrainingError, match=told):
-        check(compose_settings(*overrides), 1)
+        describe(compose_settings(*overrides), 1)
 
 
 def test_the_table_reads_the_prepared_text_and_writes_nothing(compose_settings, datasets, tmp_path):

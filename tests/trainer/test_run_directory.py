@@ -118,7 +118,7 @@ def checkpoint_of(directory, step=1, **settings):
     folder = directory.checkpoints / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
-    write_seal(folder, {"step": step, "settings": identity.recorded(Settings(**settings))})
+    write_seal(folder, {"step": step, "settings": Settings(**settings).recorded()})
     return folder
 
 
