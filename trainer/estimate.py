@@ -7,7 +7,6 @@ their estimate (llama_35m), because malloc does not return all that was freed.
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from data.recipe import training_texts
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
-from trainer.machine import MEMORY_GIB, host_memory, known_gpu, matmul_flops, memory_of, own_memory, peak_of
+from trainer.machine import MEMORY_GIB, available_memory, known_gpu, matmul_flops, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 
 log = logging.getLogger(__name__)
@@ -65,7 +64,9 @@ class Memory:
 
 def memory(settings: Settings, ranks: int) -> Memory:
     """The memory that each of `ranks` devices needs. Asks the device of this process what it has."""
-    return Memory(memory_parts(settings, ranks), *available_memory(settings, ranks))
+    return Memory(
+        memory_parts(settings, ranks), *available_memory(settings.hardware.device, ranks, settings.gpu)
+    )
 
 
 def check_memory(settings: Settings, ranks: int) -> Memory:
@@ -184,26 +185,6 @@ def _probe(settings: Settings) -> int:
     if not settings.probe.every:
         return 0
     return _activations(settings, settings.probe.sequences, compiled=False).total
-
-
-# ---------------------------------------------------------------------- what a device has
-
-
-def available_memory(settings: Settings, ranks: int) -> tuple[int | None, str]:
-    """Bytes that a device of this kind has here for one rank, and its name.
-
-    Bytes that others use count as there: a run that has just ended, or a page cache, gives them back.
-    """
-    if settings.hardware.device == "cpu":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        installed = host_memory()
-        return (None if installed is None else installed // here), "RAM" if here == 1 else "RAM for each rank"
-    if settings.gpu:
-        return memory_of(settings.gpu), settings.gpu
-    if not torch.cuda.is_available():
-        return None, "no GPU here; gpu=… names one"
-    _, installed = torch.cuda.mem_get_info()
-    return installed, torch.cuda.get_device_name()
 
 
 # ---------------------------------------------------------------------- what helps

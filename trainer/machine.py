@@ -94,6 +94,23 @@ def find_commit() -> str | None:
     return commit.strip() + ("+" if changed else "")
 
 
+def available_memory(device: str, ranks: int, gpu: str | None) -> tuple[int | None, str]:
+    """Bytes that a device of this kind has here for one rank, and its name; gpu: a name, for one elsewhere.
+
+    Bytes that others use count as there: a run that has just ended, or a page cache, gives them back.
+    """
+    if device == "cpu":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        installed = host_memory()
+        return (None if installed is None else installed // here), "RAM" if here == 1 else "RAM for each rank"
+    if gpu:
+        return memory_of(gpu), gpu
+    if not torch.cuda.is_available():
+        return None, "no GPU here; gpu=… names one"
+    _, installed = torch.cuda.mem_get_info()
+    return installed, torch.cuda.get_device_name()
+
+
 def host_memory() -> int | None:
     """Bytes of RAM, or fewer if a control group (a container, a SLURM job) limits this process.
 

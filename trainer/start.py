@@ -232,6 +232,10 @@ class TrainingDirectory(RunDirectory):
             mark.unlink(missing_ok=True)
         write_text(self.config, identity.as_yaml(current))
 
+    def records(self) -> list[dict[str, Any]]:
+        """Those of a run that is under way: links were refused when it was locked."""
+        return read_metrics(self.metrics)
+
     def note_checkpoint(self, step: int) -> None:
         """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
         write_text(self.saved, f"{step}\n")

@@ -115,7 +115,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_touches_anything(compose_set
         f"run_dir={tmp_path / 'run'}",
         f"data.root={tmp_path / 'tokens'}",
     )
-    monkeypatch.setattr(estimate, "host_memory", lambda: 16 << 30)
+    monkeypatch.setattr(machine, "host_memory", lambda: 16 << 30)
     with pytest.raises(TrainingError) as refused:
         train(settings)
     message = str(refused.value)
