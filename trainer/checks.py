@@ -180,12 +180,6 @@ def check_context_parallel(settings: Settings, ranks: int) -> Problems:
         )
 
 
-def check_probe(settings: Settings, ranks: int) -> Problems:
-    layers, last = settings.probe.layers, settings.model.n_layers - 1
-    if layers is not None and not (layers and all(0 <= layer <= last for layer in layers)):
-        yield f"probe.layers={layers} must name some of the model's layers, 0 to {last}"
-
-
 def check_muon(settings: Settings, ranks: int) -> Problems:
     optimizer = settings.optimizer
     if optimizer.name != "muon":
@@ -240,6 +234,5 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_context,
     check_context_parallel,
     check_length,
-    check_probe,
     check_tokens_per_step,
 )

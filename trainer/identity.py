@@ -27,7 +27,7 @@ Difference = tuple[str, Any, Any]  # name of a setting, stored value, current va
 
 #: Settings that say how long a run is, and how its learning rate falls towards the end.
 LENGTH = {"steps", "total_tokens"} | {
-    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "decay_type", "min_lr_ratio")
+    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "min_lr_ratio")
 }
 
 #: Settings that say where a text is. Ranks may find it in different places, and compare the text itself.

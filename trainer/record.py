@@ -310,12 +310,9 @@ def start_wandb(
 def _arguments(settings: LoggerSettings, folder: Path) -> dict[str, Any]:
     """Names and places. A setting that is given wins, then W&B's variable, then our default."""
     environ = os.environ
-    given = [tag.strip() for tag in environ.get("WANDB_TAGS", "").split(",")]
     return {
         "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
-        "entity": settings.entity or environ.get("WANDB_ENTITY"),
         "group": settings.group or environ.get("WANDB_RUN_GROUP"),
-        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given)))] or None,
         "name": environ.get("WANDB_NAME") or folder.name,
         "dir": environ.get("WANDB_DIR") or folder,
         "resume": environ.get("WANDB_RESUME") or "allow",

@@ -99,12 +99,10 @@ class OptimizerSettings:
     lr: float = positive()  # peak learning rate
     # How it falls after the warm-up: "cosine", "linear", "wsd" (at the end only) or "constant" (never).
     schedule: str = setting("cosine", choices=("cosine", "linear", "wsd", "constant"))
-    # wsd: share of the run's steps in which it falls; null: 0.2
-    decay_ratio: float | None = setting(
-        None, within=Range(lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps")
+    # wsd: share of the run's steps in which it falls, by 1 - sqrt
+    decay_ratio: float = setting(
+        0.2, within=Range(lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps")
     )
-    # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
-    decay_type: str | None = setting(None, choices=("linear", "1-sqrt"))
     # final learning rate as a fraction of the peak
     min_lr_ratio: float = setting(
         within=Range(lambda value: 0 <= value <= 1, "between 0 and 1, a fraction of optimizer.lr")
@@ -127,9 +125,7 @@ class LoggerSettings:
     # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
     wandb: str = setting(choices=("auto", "online", "offline", "off"))
     project: str | None = None  # null: WANDB_PROJECT, or "sagebwd"
-    entity: str | None = None  # W&B's user or team
     group: str | None = None  # null: WANDB_RUN_GROUP; a sweep sets it
-    tags: list[str] = field(default_factory=list)  # W&B's
     tensorboard: bool = False  # event files below <run_dir>/tensorboard
 
 
@@ -138,7 +134,6 @@ class ProbeSettings:
     """Measuring the error of INT8 attention while a run trains (trainer/probe.py)."""
 
     every: int = not_negative()  # steps between measurements; 0: never
-    layers: list[int] | None = None  # which layers, counted from 0; null: the first, middle and last
     sequences: int = positive()  # sequences of the step's batch to measure on, in one forward-backward pass
     # warn if the relative L2 error of a gradient exceeds this; null: never
     alarm: float | None = positive(None)
