@@ -128,8 +128,12 @@ def differences(
     ]
 
 
-def listed(changed: list[Difference]) -> str:
-    return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
+def changes(stored: dict[str, Any], settings: Settings, step: int, also: Collection[str] = ()) -> str:
+    """Lines with the settings that make it another run, and those of `also`; none if it is only longer."""
+    if is_longer(stored, settings, step):
+        return ""
+    found = differences(stored, settings.recorded(), also)
+    return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in found)
 
 
 def completed(stored: dict[str, Any]) -> dict[str, Any]:

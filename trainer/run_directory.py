@@ -117,10 +117,9 @@ class RunDirectory:
             stored = identity.checked(sealed.get("settings"))
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        changed = identity.differences(stored, settings.recorded())
-        if changed and not identity.is_longer(stored, settings, sealed["step"]):
+        if changed := identity.changes(stored, settings, sealed["step"]):
             raise TrainingError(
-                f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"
+                f"checkpoint {path} is of a run with other settings:\n{changed}\n"
                 "Move it to where it came from, or give this run its own run_dir=…"
             )
 

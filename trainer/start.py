@@ -158,15 +158,13 @@ class TrainingDirectory(RunDirectory):
         step = max(map(step_of, checkpoints_in(self.checkpoints)), default=0)
         if identity.is_longer(stored, settings, step):
             return False
-        current = settings.recorded()
-        changed = identity.differences(stored, current, also=("spike.skip",))
-        if changed:
+        if changed := identity.changes(stored, settings, step, also=("spike.skip",)):
             raise TrainingError(
-                f"{self.path} is finished, but was trained with other settings:\n{identity.listed(changed)}\n"
+                f"{self.path} is finished, but was trained with other settings:\n{changed}\n"
                 "Give these settings their own run_dir=…, or train them here from the start with "
                 f"rerun_finished=true{_branching(self, stored, settings, step)}"
             )
-        was, now = stored.get("data", {}), current["data"]
+        was, now = stored.get("data", {}), settings.recorded()["data"]
         return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
 
     @contextmanager
@@ -217,20 +215,18 @@ class TrainingDirectory(RunDirectory):
         if self.environment.exists():
             with user_facing(ValueError):
                 read_lines(self.environment)  # the model card needs it, at the end
-        current = settings.recorded()
         if (found := _find_checkpoints(self)) or self.has_metrics:
             stored = _stored_settings(self)
             step = max(map(step_of, found), default=0)
-            changed = identity.differences(stored, current) if stored else []
-            if changed and not identity.is_longer(stored, settings, step):
+            if stored and (changed := identity.changes(stored, settings, step)):
                 raise TrainingError(
-                    f"{self.path} holds a run with other settings:\n{identity.listed(changed)}\n"
+                    f"{self.path} holds a run with other settings:\n{changed}\n"
                     "Give the changed run its own run_dir=…, or delete that folder to start over"
                     f"{_branching(self, stored, settings, step)}"
                 )
         for mark in (self.diverged, self.done):  # what it claims begins to change
             mark.unlink(missing_ok=True)
-        write_text(self.config, identity.as_yaml(current))
+        write_text(self.config, identity.as_yaml(settings.recorded()))
 
     def records(self) -> list[dict[str, Any]]:
         """Those of a run that is under way: links were refused when it was locked."""
