@@ -119,7 +119,6 @@ def _measure_attention(run: Run) -> None:
         run.record.write({"step": run.step, "tokens": run.tokens, **values})
         for warning in run.alarm.warnings(run.step, values, run.probe.layers):
             log.warning(warning)
-            run.record.alert("attention gradients are inaccurate", warning)
 
 
 def evaluate(run: Run, values: dict[str, Any]) -> None:

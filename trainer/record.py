@@ -92,15 +92,6 @@ class Record:
                 "command then continues from the last checkpoint"
             ) from error
 
-    def alert(self, title: str, text: str) -> None:
-        """Send a W&B alert (by mail or Slack, as configured there), if W&B is in use."""
-        if self._wandb is None:
-            return
-        try:
-            self._wandb.alert(title=title, text=text)
-        except Exception as error:  # whatever goes wrong, an alert must not end a training run
-            log.warning("the W&B alert could not be sent: %s", error)
-
     def progress(self, loss: float, tokens_per_second: float, mfu: float | None) -> None:
         shown = {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:,.0f}"}
         if mfu:
@@ -249,9 +240,6 @@ class WandbRun:
             table = wandb.Table(columns=["step", "tokens", "text"], data=list(self._samples))
             values = {**values, "sample": table}
         self._run.log(values, step=step)
-
-    def alert(self, title: str, text: str) -> None:
-        self._run.alert(title=title, text=text)
 
     def finish(self) -> None:
         self._run.finish()
