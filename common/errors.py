@@ -45,6 +45,17 @@ def user_facing(*kinds: type[Exception]) -> Iterator[None]:
         raise TrainingError(str(error)) from error
 
 
+@contextmanager
+def ends_with_message() -> Iterator[None]:
+    """End the command, whose `main` this decorates, by the message of an error that its user can fix."""
+    try:
+        yield
+    except (ValueError, TrainingError) as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(explain(error))
+
+
 def explain(error: OSError) -> str:
     """What the operating system refused, and which file, in plain words."""
     reason = error.strerror or str(error) or type(error).__name__

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
@@ -18,8 +18,6 @@ from hydra.errors import HydraException
 
 #: Options of Hydra that the next argument does not belong to.
 WITHOUT_VALUE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve")
-#: Settings whose next part is a name that the user chooses; data/recipe.py checks what follows.
-NAMED = ("data.validation.", "data.sources.", "callbacks.", "optimizer.arguments.")
 # Hydra reads these as they stand, as text: numbers begin with a digit, sign or dot. Other text needs quotes.
 PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_/]([A-Za-z0-9_./*%@?-]*[A-Za-z0-9_/*])?")
 KEYWORDS = {"true", "false", "null", "nan", "inf"}
@@ -102,6 +100,7 @@ def check_or_exit(
         return []  # install=bash is no setting
     hints = setting_hints(schema)
     known = hints.keys() | further | groups.keys()
+    named = tuple(f"{name}." for name, hint in hints.items() if get_origin(hint) is dict)  # by the user
     _check_words(arguments, hints.keys() | further)
     try:
         words = [word for word in arguments if "=" in word and not word.startswith("-")]
@@ -112,7 +111,7 @@ def check_or_exit(
         key = override.key_or_group
         if key.split(".")[0].split("/")[0] == "hydra":
             continue
-        if key not in known and not key.startswith(NAMED):
+        if key not in known and not key.startswith(named):
             near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
             hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all settings"
             sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
@@ -131,7 +130,8 @@ def _check_words(arguments: Sequence[str], settings: Set[str]) -> None:
             continue
         if word in settings:
             sys.exit(f"{word}: give it a value, {word}=…")
-        hint = f"did you mean data.path={word}?" if Path(word).exists() else "settings are name=value"
+        paths = _same_ending("path", settings) if Path(word).exists() else []
+        hint = f"did you mean {paths[0]}={word}?" if paths else "settings are name=value"
         sys.exit(f"{word}: there is no such option; {hint}")
 
 

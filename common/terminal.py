@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 
 import torch
@@ -24,11 +25,19 @@ def positive_int(text: str) -> int:
     return int(text)
 
 
-def choose_device(asked: str | None, parser: ArgumentParser) -> str:
-    """The device asked for; by default a GPU if there is one. Ends the command if that GPU is missing."""
-    device = asked or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(
-            f"--device {device}: torch sees no GPU; run this where there is one, or use --device cpu"
+def add_device_option(parser: ArgumentParser) -> None:
+    """--device: where to compute; by default a GPU if there is one."""
+    text = "cuda: the kernels; cpu: the reference (default: cuda if available)"
+    parser.add_argument("--device", type=available_device, default="", help=text)
+
+
+def available_device(text: str) -> str:
+    """A type for options; "": a GPU if there is one. Raises ArgumentTypeError if that GPU is missing."""
+    chosen = text or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", chosen):
+        raise ArgumentTypeError(f"{chosen}; use cuda, cuda:<number> or cpu")
+    if chosen.startswith("cuda") and not torch.cuda.is_available():
+        raise ArgumentTypeError(
+            f"{chosen}: torch sees no GPU; run this where there is one, or use --device cpu"
         )
-    return device
+    return chosen

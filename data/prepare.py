@@ -217,7 +217,7 @@ def main() -> None:
 
     register()
     configs = Path(__file__).resolve().parent.parent / "configs"
-    groups = {"data": options()}
+    groups = {"data": [*options(), *overrides.options_in(configs / "data")]}
     sys.argv[1:] = overrides.readable(sys.argv[1:])
     overrides.check_or_exit(sys.argv[1:], PrepareSettings, groups, program="python -m data.prepare")
 

@@ -4,10 +4,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 MIXTURE = "mixture"  # the source that is several others, in data.sources
-OPTIONS = Path(__file__).parents[1] / "configs" / "data"  # of the group `data`, with settings of their own
+
+#: What options of `data=` set; the modules of data/sources/ are further ones, which set the source alone.
+PRESETS: dict[str, dict[str, Any]] = {
+    "csv": {"source": "huggingface", "name": "csv"},  # as any format that `datasets` reads
+    # 4 MB of text that comes with Python, the standard library's sources: needs no network and no files. Each
+    # Python version ships different text, so compare losses only between runs on the same one.
+    "embedded": {"source": "stdlib", "tokenizer": "bytes", "val_fraction": 0.05},
+    MIXTURE: {"source": MIXTURE},
+    # The paper's text: 9,040,017,095 GPT-2 tokens (18 GB on disk).
+    "openwebtext": {
+        "source": "openwebtext",
+        "name": "Skylion007/openwebtext",
+        "config": "plain_text",
+        "revision": "79d93d786212f7344586290adb811d4ae6a1762c",
+        "documents": 8_013_769,  # any other number is an error: part of the text is missing
+    },
+}
 
 
 @dataclass
@@ -20,7 +34,8 @@ class DataSettings:
     column: str = "text"  # parquet column, JSON key or the like that holds the text
     tokenizer: str = "gpt2"  # gpt2, bytes, a tokenizer.json, or a folder with one
     mask_documents: bool = False  # in a sequence with several, each attends to itself only; positions restart
-    val_fraction: float = 0.0005  # validation part of the text; more of a small text, see data/sources
+    # Validation part of the text, not published by the paper: nanoGPT's choice; more of a small text.
+    val_fraction: float = 0.0005
     # Further validation sets by name: a path, or its source, path, column, … See data/recipe.py.
     validation: dict[str, Any] = field(default_factory=dict)
     # mixture: its sources by name, each with a weight and what else is not as in the mixture.
@@ -53,14 +68,13 @@ def sources() -> list[str]:
 
 
 def options() -> list[str]:
-    """What `data=` can be: a source, or a file of settings."""
-    return sorted({*sources(), *(file.stem for file in OPTIONS.glob("*.yaml"))})
+    """What `data=` can be: a source, or one of PRESETS."""
+    return sorted({*sources(), *PRESETS})
 
 
 def values_of(option: str) -> dict[str, Any]:
     """The settings that `data=option` sets."""
-    file = OPTIONS / f"{option}.yaml"
-    return yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"source": option}
+    return PRESETS.get(option, {"source": option})
 
 
 def register_options(schema: Any) -> None:
@@ -74,5 +88,4 @@ def register_options(schema: Any) -> None:
     for group in (schema.data.validation, schema.data.sources):
         OmegaConf.set_struct(group, False)
     for option in options():
-        if not (OPTIONS / f"{option}.yaml").exists():
-            ConfigStore.instance().store(group="data", name=option, node=values_of(option))
+        ConfigStore.instance().store(group="data", name=option, node=values_of(option))

@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common.errors import ends_with_message
 from common.terminal import command_parser
 
 PACKAGE = Path(__file__).parents[1] / "sagebwd"
@@ -70,21 +71,18 @@ default settings and through transformers' own code for FlashAttention.
 """
 
 
-class BuildError(Exception):
+class BuildError(ValueError):
     """A source that cannot become part of the kernel; the message names it and says what to change."""
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     parser = command_parser("python -m scripts.build_hub_kernel", __doc__)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where to write the repository"
     )
     out = parser.parse_args(argv).out
-    try:
-        variants = build(out)
-    except BuildError as error:
-        sys.exit(str(error))
-    print(*variants, sep="\n")
+    print(*build(out), sep="\n")
 
 
 def build(out: Path, package: Path = PACKAGE) -> list[Path]:

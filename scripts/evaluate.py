@@ -13,14 +13,11 @@ evaluations.jsonl in the run's directory, with --wandb also to the run in W&B.
 import argparse
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common.errors import TrainingError, explain
-from common.terminal import command_parser
+from common.errors import ends_with_message
+from common.terminal import add_device_option, command_parser
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
 from scripts.export import export_checkpoint, sealed_in
@@ -35,14 +32,10 @@ BOOTSTRAPS = 1000  # for standard errors that have no closed form
 Results = dict[str, dict[str, float]]  # value by task and metric
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        record = evaluate(arguments)
-    except (ValueError, TrainingError) as error:
-        sys.exit(str(error))
-    except OSError as error:
-        sys.exit(explain(error))
+    record = evaluate(arguments)
     print(f"{arguments.run}, step {record['step']}:")
     for task, values in record["results"].items():
         for metric, value in values.items():
@@ -60,7 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N examples of each task")
     parser.add_argument("--batch-size", type=int, default=8, help="examples at a time (default 8)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device_option(parser)
     parser.add_argument("--wandb", action="store_true", help="add the results to the run's summary in W&B")
     return parser.parse_args(argv)
 

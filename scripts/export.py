@@ -9,13 +9,12 @@ exported.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.errors import TrainingError, explain, first
+from common.errors import ends_with_message, first
 from common.terminal import command_parser
 from data import tokenizers
 from data.tokenizers import tokenizer_identity
@@ -32,15 +31,10 @@ from trainer.seal import checkpoint_of, newest_step
 from trainer.settings import Settings
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        folder = export_checkpoint(arguments.run, arguments.step, arguments.out, arguments.dtype)
-    except (ValueError, TrainingError) as error:
-        sys.exit(str(error))
-    except OSError as error:
-        sys.exit(explain(error))
-    print(folder)
+    print(export_checkpoint(arguments.run, arguments.step, arguments.out, arguments.dtype))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:

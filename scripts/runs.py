@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import SettingsError
 from data.corpus import Corpus, open_corpus
+from data.loader import BatchLoader
 from scripts.output import printable
 from trainer import identity, seal
 from trainer.run_directory import UNNAMED, RunDirectory
@@ -42,24 +43,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def labels_of(paths: Sequence[Path]) -> list[str]:
-    """A name for each run: its path below the folder that all share, without the overrides that all share."""
-    return distinct(places(paths))
-
-
 def places(paths: Sequence[Path]) -> list[str]:
     """The paths below the folder that all share, for people to read."""
     paths = [path.resolve() for path in paths]
     shared = os.path.commonpath([path.parent for path in paths])
     return [printable(path.relative_to(shared).as_posix()) for path in paths]
-
-
-def distinct(names: list[str]) -> list[str]:
-    """The names without the overrides that all runs share; as they are, where that leaves two the same."""
-    parts = [name.split("+") for name in names]
-    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    short = ["+".join(part for part in name if part not in shared) or "+".join(name) for name in parts]
-    return short if len(set(short)) == len(short) else names
 
 
 # ---------------------------------------------------------------------- settings
@@ -168,6 +156,18 @@ def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
             "this where its data is, or point data.root in its config.yaml there"
         )
     return corpus
+
+
+def training_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
+    """The loader of a run for one process; the order does not depend on the number of processes."""
+    return BatchLoader(
+        corpus.train,
+        context=settings.context,
+        sequences_per_step=settings.tokens_per_step // settings.context,
+        micro_batch=1,
+        seed=settings.seed,
+        sequences=settings.train_sequences,
+    )
 
 
 def milestones(directory: RunDirectory, settings: Settings) -> list[int]:

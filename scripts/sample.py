@@ -9,15 +9,14 @@ attention. Every token takes a whole forward pass; for long texts use transforme
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import model.huggingface
-from common.errors import TrainingError, explain
-from common.terminal import choose_device, command_parser, positive_int
+from common.errors import ends_with_message
+from common.terminal import add_device_option, command_parser, positive_int
 from data import tokenizers
 from data.tokenizers import Tokenizer
 from model.generate import TEMPERATURE, TOP_K, generate
@@ -30,15 +29,11 @@ from trainer.run_directory import RunDirectory
 from trainer.seal import newest_step
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        llama, tokenizer = load(arguments.place, arguments.step)
-        print(printable(sample(llama.to(arguments.device), tokenizer, arguments), keep="\n\t"))
-    except (ValueError, TrainingError) as error:
-        sys.exit(str(error))
-    except OSError as error:
-        sys.exit(explain(error))
+    llama, tokenizer = load(arguments.place, arguments.step)
+    print(printable(sample(llama.to(arguments.device), tokenizer, arguments), keep="\n\t"))
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -48,19 +43,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--prompt", default="", help="the beginning of the text (default: none)")
     add("--tokens", type=positive_int, default=128, metavar="N", help="at most so many (default 128)")
     add("--temperature", type=float, default=TEMPERATURE, help="0: the likeliest (default %(default)s)")
-    add(
-        "--top-k",
-        type=positive_int,
-        default=TOP_K,
-        metavar="K",
-        help="of the K likeliest (%(default)s)",
-    )
+    add("--top-k", type=positive_int, default=TOP_K, metavar="K", help="of the K likeliest (%(default)s)")
     add("--seed", type=int, default=0, help="another one gives another text (default 0)")
     add("--step", type=int, help="the step of a checkpoint of the run")
-    add("--device", help="cuda or cpu (default: a GPU if there is one)")
-    arguments = parser.parse_args(argv)
-    arguments.device = choose_device(arguments.device, parser)
-    return arguments
+    add_device_option(parser)
+    return parser.parse_args(argv)
 
 
 def load(place: Path, step: int | None) -> tuple[Llama, Tokenizer]:

@@ -1,5 +1,7 @@
 """Running train.py in a process of its own, as a user does, and reading what it left."""
 
+import argparse
+import importlib
 import json
 import os
 import signal
@@ -9,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -48,6 +51,25 @@ def run_fresh(command, code=0):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout + done.stderr
+
+
+def assert_takes(module, arguments):
+    """The command `python -m module` takes these arguments; it does nothing. As if there were a GPU."""
+
+    class Parsed(Exception):
+        pass
+
+    def parse_and_stop(parser, given=None, namespace=None):
+        _, unknown = parser.parse_known_args(given, namespace)
+        assert not unknown
+        raise Parsed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patch.setattr(sys, "argv", [module, *arguments])
+        with pytest.raises(Parsed):
+            importlib.import_module(module).main()
 
 
 def start(command, output):

@@ -281,7 +281,7 @@ def unresolved(overrides: ListConfig) -> list[str]:
 def check_or_exit(arguments: list[str], configs: Path) -> None:
     """End the program with a message if an argument `name=value` has an unknown setting, group or option."""
     groups = {folder.name: overrides.options_in(folder) for folder in configs.iterdir() if folder.is_dir()}
-    groups["data"] = options()
+    groups["data"] = [*options(), *groups.get("data", ())]
     del groups["paper"]  # the experiments of scripts.reproduce
     parsed = overrides.check_or_exit(
         arguments, Settings, groups, program="python train.py", further=attention_settings()

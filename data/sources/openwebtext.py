@@ -1,4 +1,4 @@
-"""OpenWebText, the paper's text: the dataset of the Hub that configs/data/openwebtext.yaml pins."""
+"""OpenWebText, the paper's text: the dataset of the Hub that data.settings.PRESETS pins."""
 
 from data.sources import Source, huggingface
 

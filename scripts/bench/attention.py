@@ -48,10 +48,9 @@ import torch
 from tqdm import tqdm
 
 from common.files import write_json
-from common.terminal import command_parser, positive_int
-from sagebwd import SageConfig
+from common.terminal import available_device, command_parser, positive_int
 from sagebwd.dispatch import KERNEL_SETS
-from scripts.bench.measuring import describe_run, origin_of, read_line
+from scripts.bench.measuring import describe_config, describe_run, origin_of, read_line
 from scripts.bench.registry import (
     CONFIGS,
     DENSE,
@@ -147,15 +146,10 @@ def describe_results(argv: list[str] | None, arguments: Namespace) -> dict[str, 
         "median of the baseline / this median; extra_memory: bytes / bytes of Q, K and V",
         **describe_run(PROGRAM, argv, arguments, PACKAGES),
         "configs": {
-            title: {f"D {head_dim}": with_tile(config, head_dim) for head_dim in arguments.head_dims}
+            title: {f"D {head_dim}": describe_config(config, head_dim) for head_dim in arguments.head_dims}
             for title, config, _ in (CONFIGS[name] for name in arguments.configs)
         },
     }
-
-
-def with_tile(config: SageConfig, head_dim: int) -> dict[str, Any]:
-    """Every setting, with the tile that this head size gets."""
-    return asdict(config) | dict(zip(("block_q", "block_kv"), config.tile(head_dim), strict=True))
 
 
 # --- Arguments ----------------------------------------------------------------------------------------------
@@ -216,20 +210,13 @@ def add_timing_options(add: Callable[..., Any]) -> None:
     add("--graphs", action="store_true", help="also time forward + backward as a CUDA graph")
     add("--repetitions", **count, default=30, help="timed calls of each implementation (default %(default)s)")
     add("--warm-up", **count, default=5, help="untimed repetitions first (default %(default)s)")
-    add("--device", default="cuda", help="cuda (the default), cuda:1, …, or cpu for tiny shapes")
+    text = "cuda (the default), cuda:1, …, or cpu for tiny shapes"
+    add("--device", type=available_device, default="cuda", help=text)
 
 
 def check(arguments: Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse arguments that do not fit together, or need a GPU that is not there. Puts the modes in order."""
-    on_gpu = arguments.device.startswith("cuda")
-    if not on_gpu and arguments.device != "cpu":
-        parser.error(f"--device {arguments.device}: use cuda, cuda:<number> or cpu")
-    if on_gpu and not torch.cuda.is_available():
-        parser.error(
-            f"--device {arguments.device}: torch sees no GPU; run this where there is one, or use "
-            "--device cpu with tiny shapes, as in --help"
-        )
-    if arguments.graphs and not on_gpu:
+    """Refuse arguments that do not fit together. Puts the modes in order."""
+    if arguments.graphs and arguments.device == "cpu":
         parser.error("--graphs: CUDA graphs need a GPU; leave --graphs out")
     for head_dim in arguments.head_dims:
         if arguments.width % head_dim:

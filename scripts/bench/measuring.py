@@ -8,6 +8,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sagebwd import SageConfig
 from trainer.machine import find_commit
 
 
@@ -48,6 +50,11 @@ def origin_of(result: dict[str, Any]) -> str:
         f"`{result['command']}` on {result['hardware']['name']}, {result['date']}, commit "
         f"{result['commit'] or 'unknown'}. {f'Driver {driver}; ' if driver else ''}{known}."
     )
+
+
+def describe_config(config: SageConfig, head_dim: int) -> dict[str, Any]:
+    """Every setting of SageBwd, with the tile that this head size gets."""
+    return asdict(config) | dict(zip(("block_q", "block_kv"), config.tile(head_dim), strict=True))
 
 
 def describe_hardware(device: torch.device) -> dict:

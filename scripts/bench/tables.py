@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common import pictures
 from common.pictures import ATTENTION
 from sagebwd.config import PRESETS
 from sagebwd.dispatch import architectures
@@ -358,33 +359,24 @@ def look_of(name: str) -> Look:
 
 def draw(rows: list[Row], path: Path, result: dict) -> None:
     """Forward + backward, TFLOP/s over N as grouped bars, as in the paper: masks down, head sizes across."""
-    import matplotlib  # slow to import; only needed for pictures
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch  # slow to import; only needed for pictures
 
     panels = {key[1:]: own for key, own in grouped(rows).items() if key[0] == "both"}
     if not panels:
         return
-    timed = dict.fromkeys(row.implementation for own in panels.values() for row in own if row.tflops)
-    order = [*LOOKS]
-    names = sorted(timed, key=lambda name: order.index(name) if name in order else len(order))
+    timed = {row.implementation for own in panels.values() for row in own if row.tflops}
+    names = [name for name in LOOKS if name in timed] + sorted(timed - LOOKS.keys())
     masks, head_dims = (list(dict.fromkeys(values)) for values in zip(*panels, strict=True))
-    figure, grid = plt.subplots(
-        len(masks), len(head_dims), figsize=(7 * len(head_dims), 1.1 + 3.2 * len(masks)),
-        squeeze=False, sharey=True, layout="constrained",
-    )  # fmt: skip
+    figure, grid = pictures.grid(len(masks), len(head_dims), width=7, height=3.6, sharey=True)
     for (i, mask), (j, head_dim) in itertools.product(enumerate(masks), enumerate(head_dims)):
         grid[i, j].set_title(f"{mask}, head size {head_dim}", fontsize=10)
         _draw_panel(grid[i, j], panels.get((mask, head_dim), []), names)
-    boxes = [plt.Rectangle((0, 0), 1, 1, **_fill(look_of(name))) for name in names]
-    titles = [look_of(name).title for name in names]
-    columns = max(1, min(len(names), 3 * len(head_dims)))
-    figure.legend(boxes, titles, loc="outside lower center", frameon=False, ncols=columns)
+    looks = [look_of(name) for name in names]
+    boxes, titles = [Patch(**_fill(look)) for look in looks], [look.title for look in looks]
+    pictures.legend_below(figure, boxes, titles, columns=max(1, min(len(names), 3 * len(head_dims))))
     hardware = result["hardware"]["name"]
     figure.suptitle(f"Attention, forward + backward, on {hardware}\n{conditions(result)}", fontsize=11)
     save_figure(figure, path)
-    plt.close(figure)
 
 
 def _draw_panel(axes: Any, rows: list[Row], names: list[str]) -> None:

@@ -44,7 +44,7 @@ from typing import Any
 import torch
 
 from common.overrides import override
-from common.terminal import choose_device, command_parser, positive_int
+from common.terminal import available_device, command_parser, positive_int
 from scripts.bench.measuring import describe_run, origin_of
 from scripts.output import SCRATCH, align, number, with_ending, write_tables
 from trainer.launch import FINISHED, Job, Outcome, run_all
@@ -167,7 +167,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add("--parallel", nargs="+", choices=("ddp", "fsdp"), default=["ddp", "fsdp"], help="default both")
     add("--steps", **count, default=20, help="timed optimizer steps (default %(default)s)")
     add("--warm-up", **count, default=5, help="untimed steps first (default %(default)s)")
-    add("--device", choices=("cuda", "cpu"), default="cuda", help="default %(default)s")
+    text = "default %(default)s"
+    add("--device", type=available_device, choices=("cuda", "cpu"), default="cuda", help=text)
     scratch = Path(tempfile.gettempdir())
     add("--runs-dir", type=Path, default=scratch, help="for the runs while they last (default %(default)s)")
     out = SCRATCH / "training"
@@ -175,7 +176,6 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         "--out", type=Path, metavar="PREFIX", default=out, help="write PREFIX.json, .md (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    arguments.device = choose_device(arguments.device, parser)
     there = torch.cuda.device_count() if arguments.device == "cuda" else max(arguments.devices)
     if max(arguments.devices) > there:
         parser.error(f"--devices {max(arguments.devices)}: this machine has {there} GPUs")

@@ -20,7 +20,6 @@ import numpy as np
 from common.pictures import ATTENTION, BASELINE, CYCLE, Style, grid, legend_below
 from common.terminal import command_parser
 from scripts.output import read_json, save_figure, table, write_markdown
-from scripts.paper.run_summary import stored_runs
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM
 
 NULL = f"{FULL_PRECISION}, FlashAttention-2"
@@ -92,7 +91,7 @@ class Branch(NamedTuple):
 
 def read_branches(folder: Path) -> list[Branch]:
     found = []
-    for run in stored_runs(read_json(folder / "losses/branches.json")):
+    for run in read_json(folder / "losses/branches.json")["runs"]:
         group, variant = run["group"], run["variant"]
         has_none = NO_QK_NORM in variant
         losses = np.array(run["curve"]["loss"])

@@ -22,6 +22,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from common.errors import ends_with_message
 from common.terminal import command_parser, positive_int
 from scripts.bench.measuring import describe_run
 from scripts.output import save_figure, with_ending, write_compressed
@@ -33,19 +34,17 @@ from scripts.paper.run_summary import read
 PROGRAM = "python -m scripts.paper.curves"
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        runs = [run for path in arguments.runs for run in read(path, arguments.window, arguments.text)]
-        finished = [run for run in runs if run["finished"] or run["diverged"]]
-        if not finished:
-            reached = "reached the window" if arguments.window else "is finished"
-            raise ValueError(
-                f"none of the {len(runs)} runs {reached}; train them first: the same train.py commands"
-            )
-        rows = compare(finished)
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
+    runs = [run for path in arguments.runs for run in read(path, arguments.window, arguments.text)]
+    finished = [run for run in runs if run["finished"] or run["diverged"]]
+    if not finished:
+        reached = "reached the window" if arguments.window else "is finished"
+        raise ValueError(
+            f"none of the {len(runs)} runs {reached}; train them first: the same train.py commands"
+        )
+    rows = compare(finished)
     result = {**describe(argv, arguments, finished), "runs": runs}
     written = write_compressed(arguments.out, result)
     title = items()[arguments.item].title if arguments.item in items() else "Training loss"

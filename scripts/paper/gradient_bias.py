@@ -28,13 +28,13 @@ compiled; all else is as in training.
 
 from __future__ import annotations
 
-import sys
+import functools
+import operator
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,15 +42,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from tqdm import tqdm
 
-from common.terminal import choose_device, command_parser, positive_int
+from common.errors import ends_with_message
+from common.terminal import positive_int
 from model.backends import AttentionFn
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
 from scripts.bench.measuring import describe_run
 from scripts.paper.gradient_bias_estimates import (
     Grams,
+    Moments,
     estimate_gradient,
     estimate_setting,
     mean_and_interval,
@@ -70,8 +71,16 @@ from scripts.paper.gradient_bias_gradients import (
     second_moments,
     tensor_grams,
 )
-from scripts.paper.gradient_bias_tables import CONTROL, Row, write, write_numbers
-from scripts.paper.trained_runs import TrainedRun, UnusableWeights, load_model, milestones_of, open_runs
+from scripts.paper.gradient_bias_tables import CONTROL, Row, to_markdown
+from scripts.paper.trained_runs import (
+    TrainedRun,
+    describe_trained,
+    load_model,
+    measure_all,
+    milestones_of,
+    open_runs,
+    parser_of,
+)
 
 PROGRAM = "python -m scripts.paper.gradient_bias"
 
@@ -120,10 +129,9 @@ examples:
   110 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
 
-written after every checkpoint, the numbers after every setting, with --out runs/paper/gradient_bias:
-  runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; hardware, versions
-  runs/paper/gradient_bias.md       tables
-  runs/paper/gradient_bias.png      bias by setting, critical tokens by layer, bias along training
+with --out runs/paper/gradient_bias:
+  runs/paper/gradient_bias.json.gz  every number, by setting, group of weights, layer; after every setting
+  runs/paper/gradient_bias.md       tables; after every checkpoint
 """
 
 
@@ -172,8 +180,8 @@ def full_precision(kernel: SDPBackend) -> AttentionFn:
     return attend
 
 
-def attentions(chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
-    """The control and the chosen settings."""
+def attentions_of(chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
+    """The chosen settings, and the control if it is one of them."""
     control = full_precision(CONTROL_KERNEL[device.type])
     return {
         name: control if name == CONTROL else partial(sage_attention, config=SETTINGS[name])
@@ -184,54 +192,48 @@ def attentions(chosen: Sequence[str], device: torch.device) -> dict[str, Attenti
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
-def measure_all(runs: list[list[TrainedRun]], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure each run's checkpoints; write numbers after each setting, the rest after each checkpoint.
+def work_on(
+    runs: list[TrainedRun], result: dict[str, Any], arguments: Namespace
+) -> Iterator[tuple[str, Iterator[list[Row]]]]:
+    """The checkpoints of the runs, the end of each first, should there be no time for all.
 
-    Raises UnusableWeights, and ValueError if the text is too short for the batches.
+    Raises ValueError if the text of a run is too short for the batches.
     """
     device = torch.device(arguments.device)
-    rows: list[Row] = []
-    passes = sum(map(len, runs)) * (1 + len(arguments.settings))
-    with tqdm(total=passes, disable=None) as progress:
-        for checkpoints in runs:
-            end = checkpoints[-1]
-            batches, unseen = draw_batches(
-                end, end.origin.step, arguments.batches, arguments.tokens_per_batch
-            )
-            result["runs"][end.name] |= {"batches_unseen": unseen}
-            batches = [(x.to(device), y.to(device)) for x, y in batches]
-            found = attentions(arguments.settings, device)
-            for run in reversed(checkpoints):  # the end first, should there be no time for all
-                progress.set_description(f"{run.name}, step {run.origin.step}")
-                for own in measure_checkpoint(run, batches, found, result, arguments, progress.update):
-                    rows += own
-                    write_numbers(Path(arguments.out), result, rows)
-                write(Path(arguments.out), result, rows)
+    attentions = attentions_of(arguments.settings, device)
+    for end in runs:
+        batches, unseen = draw_batches(end, arguments.batches, arguments.tokens_per_batch)
+        result["runs"][end.name] |= {"batches_unseen": unseen}
+        batches = [(x.to(device), y.to(device)) for x, y in batches]
+        for run in (end, *reversed(milestones_of(end) if arguments.milestones else [])):
+            title = f"{run.name}, step {run.origin.step}"
+            yield title, measure_checkpoint(run, batches, attentions, result, arguments)
 
 
 def measure_checkpoint(
     run: TrainedRun,
     batches: Sequence[Batch],
-    found: Mapping[str, AttentionFn],
+    attentions: Mapping[str, AttentionFn],
     result: dict[str, Any],
     arguments: Namespace,
-    advance: Callable[[], object],
 ) -> Iterator[list[Row]]:
     """Rows of each setting, by view, group and layer. Adds losses and the gradient itself to the result."""
     device, dtype = torch.device(arguments.device), run.dtype
     kernel = TRUTH_KERNEL[device.type]
-    micro_batch = sequences_of_pass(run, arguments)
+    micro_batch = arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
+    tokens_per_batch = arguments.tokens_per_batch
     llama = load_model(run, full_precision(kernel))
     v_hat = second_moments(run, llama)
     llama = llama.to(device)
     with precision_of_training(dtype):
         g = empty_gradients(llama, len(batches))
         losses = gradients(llama, batches, micro_batch, dtype, g)
-        advance()
         scales = adam_scales(run, v_hat, g)
         own = own_grams(g, scales)
         place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
-        result["gradients"] += describe_gradient(own, place, arguments.tokens_per_batch)
+        result["gradients"] += [
+            place | part | rounded(estimate_gradient(found, tokens_per_batch)) for part, found in by_part(own)
+        ]
         result["checkpoints"].append(
             place
             | {"adam": "mean square of g over batches" if v_hat is None else "v of the checkpoint"}
@@ -239,18 +241,16 @@ def measure_checkpoint(
         )
         fits = fit_twice(llama, len(batches))
         g_setting = empty_gradients(llama, len(batches), in_host_memory=not fits)
-        for setting, attend in found.items():
+        for setting, attend in attentions.items():
             with attending(llama, attend):
                 with_setting = gradients(llama, batches, micro_batch, dtype, g_setting)
             grams = tensor_grams(g_setting, g, own, scales)
             difference = np.array(with_setting) - np.array(losses)
             result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)
-            advance()
-            yield setting_rows(grams, place | {"setting": setting}, arguments.tokens_per_batch)
-
-
-def sequences_of_pass(run: TrainedRun, arguments: Namespace) -> int:
-    return arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
+            yield [
+                Row(**place, setting=setting, **part, **rounded(estimate_setting(found, tokens_per_batch)))
+                for part, found in by_part(grams)
+            ]
 
 
 @contextmanager
@@ -265,80 +265,43 @@ def precision_of_training(dtype: torch.dtype) -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def setting_rows(
-    grams: Mapping[tuple[str, str], Grams], place: dict[str, Any], tokens_per_batch: int
-) -> list[Row]:
-    """A row for each view, group and layer."""
-    rows = []
+def by_part(grams: Mapping[tuple[str, str], Grams]) -> Iterator[tuple[dict[str, Any], Moments]]:
+    """The view, group and layer of the weights that belong together, and what their inner products give."""
     for view in VIEWS:
         for (group, layer), names in parts([name for each, name in grams if each == view]).items():
-            together = grams[view, names[0]]
-            for name in names[1:]:
-                together += grams[view, name]
-            estimates = estimate_setting(moments(together), tokens_per_batch)
-            rows.append(Row(**place, view=view, group=group, layer=layer, **rounded(estimates)))
-    return rows
-
-
-def describe_gradient(
-    own: Mapping[tuple[str, str], np.ndarray], place: dict[str, Any], tokens_per_batch: int
-) -> list[dict[str, Any]]:
-    """Size and noise of the full-precision gradient for each view, group and layer."""
-    described = []
-    for view in VIEWS:
-        for (group, layer), names in parts([name for each, name in own if each == view]).items():
-            gg = sum(own[view, name] for name in names)
-            nothing = np.zeros_like(gg)
-            estimates = estimate_gradient(moments(Grams(nothing, nothing, gg)), tokens_per_batch)
-            described.append(place | {"view": view, "group": group, "layer": layer} | rounded(estimates))
-    return described
+            together = functools.reduce(operator.add, (grams[view, name] for name in names))
+            yield {"view": view, "group": group, "layer": layer}, moments(together)
 
 
 # --- Command ------------------------------------------------------------------------------------------------
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
-    try:
-        ends = open_runs(arguments.runs)
-        runs = [[*(milestones_of(end) if arguments.milestones else []), end] for end in ends]
-        measure_all(runs, describe(argv, arguments, runs), arguments)
-    except (ValueError, FileNotFoundError, UnusableWeights) as error:
-        sys.exit(str(error))
-    print(f"written to {arguments.out}.json.gz, .md and .png")
+    runs = open_runs(arguments.runs)
+    result = describe(argv, arguments, runs)
+    measure_all(arguments, result, work_on(runs, result, arguments), to_markdown)
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = command_parser(PROGRAM, __doc__, EXAMPLES)
-    parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
-    parser.add_argument("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
-    parser.add_argument("--batches", type=positive_int, default=32, help="at least 3 (default 32)")
-    parser.add_argument("--tokens-per-batch", type=positive_int, default=65_536, help="default %(default)s")
-    parser.add_argument(
-        "--micro-batch",
-        type=positive_int,
-        help=f"sequences in a pass (default: {TOKENS_PER_PASS:,} tokens); changes results by rounding alone",
-    )
-    parser.add_argument(
-        "--settings",
-        nargs="+",
-        choices=(CONTROL, *SETTINGS),
-        default=[CONTROL, *SETTINGS],
-        metavar="NAME",
-        help=f"some of {', '.join((CONTROL, *SETTINGS))} (default: all)",
-    )
-    parser.add_argument("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
-    parser.add_argument(
-        "--out", default="runs/paper/gradient_bias", help="beginning of the files (default %(default)s)"
-    )
+    parser = parser_of(PROGRAM, __doc__, EXAMPLES, out="runs/paper/gradient_bias")
+    add = parser.add_argument
+    add("--milestones", action="store_true", help="all checkpoints of milestone_every, too")
+    add("--batches", type=positive_int, default=32, help="at least 3 (default 32)")
+    add("--tokens-per-batch", type=positive_int, default=65_536, help="default %(default)s")
+    text = f"sequences in a pass (default: {TOKENS_PER_PASS:,} tokens); changes results by rounding alone"
+    add("--micro-batch", type=positive_int, help=text)
+    names = {"nargs": "+", "metavar": "NAME", "choices": (CONTROL, *SETTINGS)}
+    text = f"some of {', '.join((CONTROL, *SETTINGS))} (default: all)"
+    add("--settings", **names, default=[CONTROL, *SETTINGS], help=text)
     arguments = parser.parse_args(argv)
     if arguments.batches < 3:
         parser.error(f"--batches {arguments.batches}: intervals leave batches out; use --batches 3 or more")
-    arguments.device = choose_device(arguments.device, parser)
     return arguments
 
 
-def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[TrainedRun]]) -> dict[str, Any]:
+def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun]) -> dict[str, Any]:
     """What was measured, of which runs, how and where."""
     return {
         **describe_run(PROGRAM, argv, arguments, ("numpy", "cuda-bindings")),
@@ -350,25 +313,9 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[list[Train
         "tokens_per_batch": arguments.tokens_per_batch,
         "configs": {name: asdict(SETTINGS[name]) for name in arguments.settings if name != CONTROL},
         "control": TITLES[CONTROL_KERNEL[torch.device(arguments.device).type]],
-        "runs": {end.name: describe_trained(end) for *_, end in runs},
+        "runs": {run.name: describe_trained(run) for run in runs},
         "checkpoints": [],
         "gradients": [],
-    }
-
-
-def describe_trained(run: TrainedRun) -> dict[str, Any]:
-    settings = run.settings
-    return asdict(run.origin) | {
-        "context": settings.context,
-        "tokens_of_text": run.corpus.manifest.tokens("train"),
-        "data": {"source": settings.data.source, "name": settings.data.name}
-        | {"fingerprint": run.corpus.manifest.fingerprint},
-        "dtype": settings.hardware.dtype,
-        "seed": settings.seed,
-        "warmup_steps": settings.tps.warmup_steps,
-        "optimizer": asdict(settings.optimizer),
-        "model": asdict(settings.model),
-        "attention_settings": settings.attention.recorded(),
     }
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from data.loader import BatchLoader, stack_sequences
+from data.loader import stack_sequences
 from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.paper.gradient_bias_estimates import Grams
-from scripts.paper.trained_runs import TrainedRun, UnusableWeights
+from scripts.paper.trained_runs import TrainedRun
+from scripts.runs import training_loader
 from trainer.checkpoint import NO_PROCESS_GROUP, load_alone
 from trainer.optimizer import adamw
 from trainer.seal import checkpoint_of, steps_in
@@ -106,21 +108,24 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def tensor_grams(
     g_setting: Gradients,
     g: Gradients,
-    own: Mapping[tuple[str, str], np.ndarray],
+    own: Mapping[tuple[str, str], Grams],
     scales: Mapping[str, Tensor],
 ) -> dict[tuple[str, str], Grams]:
-    """By (view, weight). own: the inner products of g by itself. g_setting may be in host memory."""
+    """By (view, weight). own: `own_grams`. g_setting may be in host memory."""
     grams = {}
     for name, rows in g_setting.items():
         d = rows.to(g[name].device, copy=True).sub_(g[name])
         for view, scale in ((RAW, None), (ADAM, scales[name])):
-            grams[view, name] = Grams(dd=gram(d, d, scale), dg=gram(d, g[name], scale), gg=own[view, name])
+            products = {"dd": gram(d, d, scale), "dg": gram(d, g[name], scale)}
+            grams[view, name] = replace(own[view, name], **products)
     return grams
 
 
-def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], np.ndarray]:
+def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str], Grams]:
+    """By (view, weight), the inner products of g; those of d are zero."""
+    nothing = np.zeros([len(next(iter(g.values())))] * 2)
     return {
-        (view, name): gram(g[name], g[name], scale)
+        (view, name): Grams(nothing, nothing, gram(g[name], g[name], scale))
         for name in g
         for view, scale in ((RAW, None), (ADAM, scales[name]))
     }
@@ -132,14 +137,14 @@ def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str
 def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
     """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
 
-    `llama` has the weights of that checkpoint, on the CPU. Raises UnusableWeights if it is damaged, or of a
+    `llama` has the weights of that checkpoint, on the CPU. Raises ValueError if it is damaged, or of a
     run with another optimizer.
     """
     step = run.origin.step
     if step not in steps_in(run.directory.checkpoints):
         return None
     if run.settings.optimizer.name != "adamw":
-        raise UnusableWeights(
+        raise ValueError(
             f"{run.name}: trained with {run.settings.optimizer.name}, so there are no Adam's moments; give a "
             "run with optimizer=adamw"
         )
@@ -151,7 +156,7 @@ def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
     try:
         load_alone({"optimizer": moments_and_groups}, path)
     except ValueError as error:
-        raise UnusableWeights(f"{run.name}: Adam's moments cannot be read: {error}") from error
+        raise ValueError(f"{run.name}: Adam's moments cannot be read: {error}") from error
     beta2, state = run.settings.optimizer.beta2, moments_and_groups["state"]
     return {
         name: (state[name]["exp_avg_sq"] / (1 - beta2 ** float(state[name]["step"]))).flatten()
@@ -172,9 +177,7 @@ def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradie
 # --- Batches ------------------------------------------------------------------------------------------------
 
 
-def draw_batches(
-    run: TrainedRun, last_step: int, count: int, tokens_per_batch: int
-) -> tuple[list[Batch], bool]:
+def draw_batches(run: TrainedRun, count: int, tokens_per_batch: int) -> tuple[list[Batch], bool]:
     """Disjoint batches that follow the run's end in its data order, and whether the run has not seen them.
 
     Raises ValueError if the text has too few sequences, or a batch is not made of whole ones.
@@ -187,13 +190,7 @@ def draw_batches(
             f"of {run.name}; use --tokens-per-batch {nearest}"
         )
     size = tokens_per_batch // context
-    loader = BatchLoader(
-        run.corpus.train,
-        context=context,
-        sequences_per_step=run.settings.tokens_per_step // context,
-        micro_batch=1,
-        seed=run.settings.seed,
-    )
+    loader = training_loader(run.settings, run.corpus)
     if loader.sequences < count * size:
         raise ValueError(
             f"{count} batches of {tokens_per_batch} tokens need {count * size} sequences, and the text of "
@@ -201,7 +198,7 @@ def draw_batches(
             "or smaller batches (--tokens-per-batch)"
         )
     indices: dict[int, None] = {}
-    step = last_step
+    step = run.origin.step
     while len(indices) < count * size:  # a sequence repeats when the text does
         indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
         step += 1

@@ -1,17 +1,13 @@
-"""What scripts.paper.gradient_bias measured, as rows, tables and a picture."""
+"""What scripts.paper.gradient_bias measured, as rows and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-from common import pictures
-from common.pictures import CYCLE, Style
 from scripts.bench.measuring import origin_of
-from scripts.output import align, number, save_figure, with_ending, write_compressed, write_markdown
-from scripts.paper.pictures import styles
+from scripts.output import align, number
 
 CONTROL = "control"  # full precision with another kernel
 
@@ -32,7 +28,7 @@ GROUP_TITLES = {
     "norms": "other norms",
 }
 
-#: The settings with a line of their own in the picture and in the table of checkpoints.
+#: The settings in the table of checkpoints.
 LINES = (
     *(CONTROL, "paper", "default", "consistent", "accurate", "strictly_causal", "smooth_v_unsigned_p"),
     "all_int8",
@@ -62,18 +58,6 @@ class Row:
     along: Interval
     noise: Interval
     critical_tokens: Interval
-
-
-def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
-    """OUT.json.gz, OUT.md and OUT.png."""
-    write_numbers(out, result, rows)
-    write_markdown(out, to_markdown(result, rows))
-    save_figure(draw(rows), with_ending(out, ".png"))
-
-
-def write_numbers(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
-    """OUT.json.gz alone."""
-    write_compressed(out, result | {"rows": [asdict(row) for row in rows]})
 
 
 # --- Tables -------------------------------------------------------------------------------------------------
@@ -238,114 +222,3 @@ def count(value: float | None) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit}"
     return f"{value:.0f}"
-
-
-# --- Picture ------------------------------------------------------------------------------------------------
-
-
-def draw(rows: list[Row]) -> Any:
-    """A line of panels for each run: bias by setting, critical tokens by layer, bias along training."""
-    steps = checkpoints(rows)
-    figure, grid = pictures.grid(len(steps), 3, width=5.3, height=4.5)
-    for (run, found), (by_setting, by_layer, progress) in zip(steps.items(), grid, strict=True):
-        raw = [row for row in rows if row.run == run and row.view == "raw"]
-        last = [row for row in raw if row.step == found[-1]]
-        draw_settings(by_setting, last)
-        draw_layers(by_layer, last)
-        draw_progress(progress, raw)
-        by_setting.set_title(f"{run}, step {found[-1]}")
-    pictures.legend_below(figure, *legend(grid[:, 2]), columns=8)
-    figure.suptitle("What INT8 attention does to raw gradients; bars: 95% intervals")
-    return figure
-
-
-def legend(panels: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """Every label once."""
-    found = {
-        label: handle
-        for axes in panels
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
-    return list(found.values()), list(found)
-
-
-def draw_settings(axes: Any, rows: list[Row]) -> None:
-    """Bias over gradient of all weights and of the q and k projections, a line for each setting."""
-    settings = settings_of(rows)
-    for group, mark, offset in (("all", CYCLE[0], 0.15), ("qk", CYCLE[2], -0.15)):
-        label = f"{GROUP_TITLES[group]} weights"
-        for place, setting in enumerate(settings):
-            row = pick(rows, setting, group)
-            if None in row.bias:
-                continue
-            estimate, low, high = row.bias
-            height = len(settings) - place + offset
-            axes.plot([low, high], [height, height], color=mark.color)
-            axes.plot([estimate], [height], mark.marker, color=mark.color, label=label, markersize=5)
-            label = None  # one entry in the legend
-    axes.axvline(0, color="black", linewidth=0.6)
-    axes.set_yticks(range(len(settings), 0, -1), settings, fontsize=8)
-    axes.set_xlabel("bias / gradient")
-    axes.grid(alpha=0.3)
-    if legend([axes])[1]:  # matplotlib warns of an empty one
-        axes.legend(fontsize=8, loc="lower right")
-
-
-def draw_layers(axes: Any, rows: list[Row]) -> None:
-    """Critical tokens of the q and k projections by layer; nothing where no bias was found."""
-    layers = layers_of(rows)
-    for setting, look in drawn(rows):
-        found = [
-            (layer, *pick(rows, setting, "qk", layer).critical_tokens)
-            for layer in layers
-            if pick(rows, setting, "qk", layer).critical_tokens[0] is not None
-        ]
-        for layer, estimate, low, high in found:
-            axes.plot([layer, layer], [low or estimate, high or 1e2 * estimate], color=look.color, alpha=0.4)
-        draw_line(axes, [(layer, estimate) for layer, estimate, *_ in found], look, setting)
-    for tokens in PAPER_TOKENS:
-        axes.axhline(tokens, color="black", linestyle=":", linewidth=1)
-        axes.annotate(
-            f"{tokens:,}",
-            (0.99, tokens),
-            xycoords=("axes fraction", "data"),
-            fontsize=8,
-            ha="right",
-            va="bottom",
-        )
-    axes.set_yscale("log")
-    axes.set_ylim(top=1e10)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("layer")
-    axes.set_ylabel("tokens per step where bias² = minibatch noise\nq and k projections", fontsize=9)
-    axes.grid(alpha=0.3)
-
-
-def draw_progress(axes: Any, rows: list[Row]) -> None:
-    """Bias of the q and k projections over gradient, over the tokens trained on."""
-    steps = sorted({row.step for row in rows})
-    for setting, look in drawn(rows):
-        measured = [row for row in rows if row.setting == setting]
-        of_steps = [[row for row in measured if row.step == step] for step in steps]
-        found = [pick(own, setting, "qk") for own in of_steps if own]
-        found = [row for row in found if None not in row.bias]
-        for row in found:
-            axes.plot([row.tokens / 1e6] * 2, row.bias[1:], color=look.color, alpha=0.4)
-        draw_line(axes, [(row.tokens / 1e6, row.bias[0]) for row in found], look, setting)
-    axes.axhline(0, color="black", linewidth=0.6)
-    axes.set_xlabel("tokens trained on, millions")
-    axes.set_ylabel("bias / gradient, q and k projections", fontsize=9)
-    axes.grid(alpha=0.3)
-
-
-def drawn(rows: list[Row]) -> list[tuple[str, Style]]:
-    """The settings with a line, and how it looks."""
-    looks = styles(LINES)
-    return [(setting, looks[setting]) for setting in settings_of(rows) if setting in LINES]
-
-
-def draw_line(axes: Any, points: Sequence[tuple[float, float]], look: Style, label: str) -> None:
-    across, up = zip(*points, strict=True) if points else ((), ())
-    axes.plot(
-        across, up, color=look.color, linestyle=look.dashes, marker=look.marker, markersize=4, label=label
-    )

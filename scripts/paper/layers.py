@@ -27,25 +27,22 @@ paper's numbers), OUT.png (errors by layer) and OUT_smoothing.png (what smoothin
 
 from __future__ import annotations
 
-import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from common.terminal import choose_device, command_parser, positive_int
+from common.errors import ends_with_message
+from common.terminal import positive_int
 from data.loader import stack_sequences
 from data.tokens import count_sequences
 from model import backends
 from model.backends import FULL_PRECISION, Backend
 from sagebwd import SageConfig
 from scripts.bench.measuring import describe_run
-from scripts.output import save_figure, with_ending, write_compressed, write_markdown
 from scripts.paper import intermediates
 from scripts.paper import published as paper
 from scripts.paper.layers_tables import (
@@ -56,7 +53,14 @@ from scripts.paper.layers_tables import (
     most_error_prone,
     to_markdown,
 )
-from scripts.paper.trained_runs import TrainedRun, UnusableWeights, load_model, open_runs
+from scripts.paper.trained_runs import (
+    TrainedRun,
+    describe_trained,
+    load_model,
+    measure_all,
+    open_runs,
+    parser_of,
+)
 from trainer.probe import Captured, capture, errors, exact_layer, explanations
 
 PROGRAM = "python -m scripts.paper.layers"
@@ -78,29 +82,28 @@ NORMALISATION = (
 )
 
 
+@ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     """Measure the runs."""
     arguments = parse_arguments(argv)
-    try:
-        runs = open_runs(arguments.runs, arguments.step)
-        for run in runs:
-            check(run, arguments)
-        measure_all(runs, describe(argv, arguments, runs), arguments)
-    except (ValueError, FileNotFoundError, UnusableWeights) as error:
-        sys.exit(str(error))
+    runs = open_runs(arguments.runs, arguments.step)
+    for run in runs:
+        check(run, arguments)
+    result = describe(argv, arguments, runs)
+    work = ((run.name, measure_run(run, result, arguments)) for run in runs)
+    pictures = {
+        ".png": lambda result, rows: draw_layers(result["runs"], rows),
+        "_smoothing.png": lambda result, rows: draw_smoothing(rows),
+    }
+    measure_all(arguments, result, work, to_markdown, pictures)
 
 
 def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = command_parser(PROGRAM, __doc__)
+    parser = parser_of(PROGRAM, __doc__, None, out="runs/paper/layers")
     add = parser.add_argument
-    add("runs", nargs="+", help="directories of finished runs, or folders that hold some")
     add("--sequences", type=positive_int, default=1, help="validation sequences, all in one pass (default 1)")
     add("--step", type=positive_int, help="the checkpoint of this step (default: the end)")
-    add("--device", help="cuda: the kernels; cpu: the reference (default: cuda if available)")
-    add("--out", default="runs/paper/layers", help="beginning of the files' names (default %(default)s)")
-    arguments = parser.parse_args(argv)
-    arguments.device = choose_device(arguments.device, parser)
-    return arguments
+    return parser.parse_args(argv)
 
 
 def check(run: TrainedRun, arguments: Namespace) -> None:
@@ -128,56 +131,24 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
     }
 
 
-def describe_trained(run: TrainedRun) -> dict[str, Any]:
-    """What a run was trained with."""
-    settings = run.settings
-    return asdict(run.origin) | {
-        "context": settings.context,
-        "sequences_per_step": run.sequences_per_step,
-        "dtype": settings.hardware.dtype,
-        "seed": settings.seed,
-        "lr": settings.optimizer.lr,
-        "text": run.corpus.manifest.fingerprint,
-        "model": asdict(settings.model),
-        "attention_settings": settings.attention.recorded(),
-    }
-
-
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
-def measure_all(runs: list[TrainedRun], result: dict[str, Any], arguments: Namespace) -> None:
-    """Measure run after run, and write all results so far after each. Raises UnusableWeights."""
-    rows: list[Row] = []
-    with tqdm(total=sum(run.settings.model.n_layers + 1 for run in runs), disable=None) as progress:
-        for run in runs:
-            progress.set_description(run.name)
-            rows += measure_run(run, result, arguments, progress)
-            write(Path(arguments.out), result, rows)
-    print(to_markdown(result, rows))
-    print(f"written to {arguments.out}.json.gz, .md and .png")
-
-
-def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:
-    """OUT.json.gz, OUT.md and the pictures."""
-    write_compressed(out, result | {"rows": [asdict(row) for row in rows]})
-    write_markdown(out, to_markdown(result, rows))
-    save_figure(draw_layers(result["runs"], rows), with_ending(out, ".png"))
-    save_figure(draw_smoothing(rows), with_ending(out, "_smoothing.png"))
-
-
-def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace, progress: tqdm) -> list[Row]:
-    """A row for each layer; adds Table 2 and what computed the variants to the result."""
+def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace) -> Iterator[list[Row]]:
+    """The row of each layer, then Table 2 and what computed the variants, which are added to the result."""
     variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
-    captured = capture_run(run, range(run.settings.model.n_layers), arguments)
-    rows = measure_layers(run, captured, variants, progress)
+    captured, rows = capture_run(run, range(run.settings.model.n_layers), arguments), []
+    for layer, tensors in captured.items():
+        exact = exact_layer(tensors)
+        measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
+        rows.append(Row(run.name, layer, measured, with_step(explanations(tensors, exact), run)))
+        yield rows[-1:]
     worst = most_error_prone(rows, "paper").layer
     result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}
     result["table2"][run.name] = {"layer": worst} | {
         name: intermediates.measure(captured[worst], VARIANTS[name]) for name in MAIN_VARIANTS
     }
-    progress.update()
-    return rows
+    yield []
 
 
 def sage(config: SageConfig, run: TrainedRun, arguments: Namespace) -> Backend:
@@ -197,7 +168,7 @@ def build_keywords(run: TrainedRun, arguments: Namespace) -> dict[str, Any]:
 def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) -> dict[int, Captured]:
     """q, k, v, O and dO of some layers, on the first validation sequences, with full-precision attention.
 
-    Raises UnusableWeights.
+    Raises ValueError for damaged weights.
     """
     device = torch.device(arguments.device)
     attention = backends.build(FULL_PRECISION, **build_keywords(run, arguments))
@@ -209,19 +180,6 @@ def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) ->
         *(x.to(device) for x in tokens),
         autocast=lambda: torch.autocast(device.type, run.dtype, enabled=run.dtype is not torch.float32),
     )
-
-
-def measure_layers(
-    run: TrainedRun, captured: dict[int, Captured], variants: dict[str, Backend], progress: tqdm
-) -> list[Row]:
-    """Every layer under every variant."""
-    rows = []
-    for layer, tensors in captured.items():
-        exact = exact_layer(tensors)
-        measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
-        rows.append(Row(run.name, layer, measured, with_step(explanations(tensors, exact), run)))
-        progress.update()
-    return rows
 
 
 def with_step(values: dict[str, float], run: TrainedRun) -> dict[str, float]:

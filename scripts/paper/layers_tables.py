@@ -130,7 +130,6 @@ def table2_section(result: dict) -> list[str]:
         cells = [
             [title, *(pair(*column[name]) for column in columns)]
             for name, title in intermediates.TITLES.items()
-            if all(name in column for column in columns)  # older results lack P and dS after their rounding
         ]
         header = [f"{run}, layer {table['layer']}", "published", *(f"`{name}`" for name in MAIN_VARIANTS)]
         lines += [*align(header, cells), ""]

@@ -28,7 +28,6 @@ from scripts.bench.measuring import describe_run
 from scripts.output import finite, read_json, stored, table, with_ending
 from scripts.paper.differences import Difference, Row, of_one_code, read_rows
 from scripts.paper.experiments import read_yaml
-from scripts.paper.run_summary import stored_runs, validation_losses
 from scripts.paper.variants import FULL_PRECISION, base_of, is_null
 
 PROGRAM = "python -m scripts.paper.losses"
@@ -98,9 +97,9 @@ def losses_of(runs: Sequence[dict]) -> dict[str, list[Cell]]:
     for run in runs:
         if run["final_loss"] is not None:
             found["training"].append(Cell(run["variant"], run["seed"], run["final_loss"]))
-        for name, loss in validation_losses(run).items():
+        for name, last in run["validation"].items():
             cells = found.setdefault(f"validation {name}".strip(), [])
-            cells.append(Cell(run["variant"], run["seed"], loss))
+            cells.append(Cell(run["variant"], run["seed"], last["loss"]))
     return found
 
 
@@ -243,7 +242,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = [
         run
         for name in names
-        for run in stored_runs(read_json(arguments.folder / f"{name}.json"))
+        for run in read_json(arguments.folder / f"{name}.json")["runs"]
         if (run["finished"] or run["diverged"]) and run["group"]["lr"] not in chosen["without_lr"]
     ]
     if not runs:

@@ -16,11 +16,8 @@ POINTS = 100  # of a drawn curve
 #: Names in tables and files: those of configs/attention/.
 CONFIG_NAMES = {
     "full precision": "fpa",
-    "control": "fpa",
     "default": "sagebwd",
     "SageBwd": "sagebwd",
-    "block": "sagebwd_paper",
-    "smooth_v_unsigned_p": "sagebwd_low_bias",
 }
 
 

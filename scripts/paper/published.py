@@ -9,36 +9,16 @@ TABLE_1 = {
     10: ((0.9933, 0.1161), (0.7823, 0.6648), (0.7820, 0.6684), (0.9933, 0.1157)),
 }
 
-#: Figure 1: final training loss after 78.64 billion tokens; None: the run diverges. By tokens per step, then
-#: by (attention, QK-norm). The 260K runs end alike with and without QK-norm; one number is printed for both.
-FIGURE_1 = {
-    2097152: {("fpa", True): 2.586, ("sagebwd", True): 2.640, ("sagebwd", False): None},
-    262144: {("fpa", True): 2.563, ("sagebwd", True): 2.561},
-}
-
-#: What the larger number of tokens per step costs SageBwd in the paper: the difference that must be resolved.
-FIGURE_1_GAP = round(FIGURE_1[2097152]["sagebwd", True] - FIGURE_1[2097152]["fpa", True], 3)
-
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 
-#: Figures 2 and 3, forward and backward on an RTX 4090: TOPS at LENGTHS, by (head size, mask).
+#: Figures 2 and 3, causal, forward and backward on an RTX 4090: TOPS at LENGTHS, by head size.
 FIGURES_2_3 = {
-    (128, "full"): {
-        "FlashAttention-2": (114, 136, 146, 150, 153, 155),
-        "FlashAttention-2, Triton": (89, 98, 102, 104, 105, 105),
-        "sagebwd": (112, 175, 195, 201, 221, 231),
-    },
-    (128, "causal"): {
+    128: {
         "FlashAttention-2": (81, 109, 130, 142, 148, 151),
         "FlashAttention-2, Triton": (68, 85, 95, 100, 103, 104),
         "sagebwd": (110, 128, 190, 206, 214, 224),
     },
-    (64, "full"): {
-        "FlashAttention-2": (113, 133, 146, 151, 155, 157),
-        "FlashAttention-2, Triton": (131, 148, 158, 166, 169, 170),
-        "sagebwd": (174, 185, 243, 260, 265, 263),
-    },
-    (64, "causal"): {
+    64: {
         "FlashAttention-2": (76, 103, 127, 143, 152, 155),
         "FlashAttention-2, Triton": (86, 110, 136, 149, 157, 160),
         "sagebwd": (114, 116, 190, 248, 255, 263),
@@ -46,9 +26,9 @@ FIGURES_2_3 = {
 }
 
 
-def speed_ups(head_dim: int, mask: str) -> dict[int, float]:
+def speed_ups(head_dim: int) -> dict[int, float]:
     """By length: SageBwd over the faster of the paper's two FlashAttention-2, in CUDA and in Triton."""
-    printed = FIGURES_2_3[head_dim, mask]
+    printed = FIGURES_2_3[head_dim]
     fastest = map(max, printed["FlashAttention-2"], printed["FlashAttention-2, Triton"])
     pairs = zip(LENGTHS, printed["sagebwd"], fastest, strict=True)
     return {tokens: ours / theirs for tokens, ours, theirs in pairs}

@@ -24,7 +24,6 @@ from scripts.paper import branches
 from scripts.paper import published as paper
 from scripts.paper.differences import Row, read_rows
 from scripts.paper.gradient_bias_tables import count, decimal
-from scripts.paper.run_summary import stored_runs
 from scripts.paper.table1 import TENSORS, TITLES
 from scripts.paper.variants import FULL_PRECISION, SAGE
 from trainer.plot import PROBED
@@ -79,7 +78,7 @@ def by_name(rows: Iterable[Row]) -> dict[str, Row]:
 
 def rate_facts(results: Path) -> dict[str, Any]:
     """Losses of the default minus full precision's at the same learning rate and seed, with QK-norm."""
-    runs = stored_runs(read_json(results / "losses/learning_rate.json"))
+    runs = read_json(results / "losses/learning_rate.json")["runs"]
     losses = {(run["variant"], run["seed"], run["group"]["lr"]): run["final_loss"] for run in runs}
     pairs = [(loss, losses.get((FULL_PRECISION, *at))) for (own, *at), loss in losses.items() if own == SAGE]
     gaps = [loss - other for loss, other in pairs if other is not None]
@@ -240,7 +239,7 @@ def speed_facts(results: Path) -> dict[str, Any]:
             known["speed.as_fast"] = Share(sum(speed >= paper.BEST_SPEED_UP for speed in every), len(every))
             known["speed.faster"] = Share(sum(speed > 1 for speed in every), len(every))
     for head_dim in (64, 128):
-        printed = paper.speed_ups(head_dim, "causal")
+        printed = paper.speed_ups(head_dim)
         lines.append(
             [
                 f"FlashAttention-2, D {head_dim}, the paper on an RTX 4090",

@@ -30,17 +30,12 @@ def read(path: Path, window: Window = None, text: str | None = None) -> list[dic
     if path.suffix != ".json":
         return [read_run(path, window, text)]
     try:
-        return stored_runs(read_json(path))
+        return read_json(path)["runs"]
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a comparison that scripts.paper.curves wrote ({error!r}); give an OUT.json.gz "
             "of that command"
         ) from error
-
-
-def stored_runs(comparison: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of an earlier comparison."""
-    return comparison["runs"]
 
 
 def read_run(path: Path, window: Window = None, text: str | None = None) -> dict[str, Any]:
@@ -98,11 +93,6 @@ def validation_of(records: list[dict], window: Window) -> dict[str, dict[str, fl
         if measured:
             found[name] = {"step": measured[-1]["step"], "loss": measured[-1][key]}
     return found
-
-
-def validation_losses(run: dict[str, Any]) -> dict[str, float]:
-    """{set: loss}."""
-    return {name: found["loss"] for name, found in run["validation"].items()}
 
 
 def divergence(directory: RunDirectory, losses: np.ndarray) -> str | None:

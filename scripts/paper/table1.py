@@ -10,9 +10,9 @@ Q and K are drawn with standard deviation σ, V and dO with 1. Three variants, e
 
 On a CPU that is the plain PyTorch reference, with `--device cuda` the kernels.
 
-Writes a JSON file, and next to it a picture of the relative L2. The paper gives neither the sequence length
+Prints the table and writes a JSON file. The paper gives neither the sequence length
 nor the head size, the tile or the mask of its table: on a CPU "block" is measured with four tiles at σ = 1;
-with --all-shapes, eight shapes are tried, and no picture is drawn.
+with --all-shapes, eight shapes are tried.
 
 With the defaults here, "row" comes within 7% of every relative L2 but one: dV at σ = 1 is .0204, not .0159.
 Scaling P per query instead of per key gives .0164, but dV sums over queries, so such scales rule out an INT8
@@ -23,23 +23,19 @@ from __future__ import annotations
 
 import itertools
 from argparse import BooleanOptionalAction, Namespace
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from common import pictures
 from common.files import write_json
-from common.pictures import Style
-from common.terminal import choose_device, command_parser, positive_int
+from common.terminal import available_device, command_parser, positive_int
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
-from scripts.bench.measuring import describe_run
-from scripts.output import save_figure
-from scripts.paper.pictures import styles
+from scripts.bench.measuring import describe_config, describe_run
 from scripts.paper.published import TABLE_1
 
 PROGRAM = "python -m scripts.paper.table1"
@@ -56,14 +52,6 @@ TILES = {
     f"{queries} × {keys}": replace(SageConfig.paper(), block_q=queries, block_kv=keys)
     for queries, keys in ((128, 64), (64, 64), (32, 32), (16, 16))
 }
-LABELS = {
-    "block": "block: the printed pseudo-code, paper()",
-    "row": "row: P and dS scaled per output row",
-    "default": "default of SageConfig",
-    "paper": "numbers in the paper",
-}
-#: Published numbers: points without a line.
-PAPER_STYLE = Style("#000000", "", "_", "")
 #: Of --all-shapes: (head sizes, lengths), each causal and not.
 HEAD_DIMS, LENGTHS = (64, 128), (1024, 4096)
 
@@ -77,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         "table": "SageBwd (arXiv 2603.02170), Table 1",
         "values": "[cosine similarity, relative L2] against float64 attention",
         **described,
-        "variants": {name: settings_of(config, arguments.head_dim) for name, config in VARIANTS.items()},
+        "variants": {name: describe_config(config, arguments.head_dim) for name, config in VARIANTS.items()},
         "shapes" if arguments.all_shapes else "rows": rows,
     }
     if not arguments.all_shapes and arguments.device == "cpu":  # no kernel has the smallest
@@ -88,8 +76,6 @@ def main(argv: list[str] | None = None) -> None:
             )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out, result)
-    if not arguments.all_shapes:
-        save_figure(draw(rows), arguments.out.with_suffix(".png"))
     print(f"cosine similarity / relative L2, written to {arguments.out}")
 
 
@@ -109,12 +95,11 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
         help="dtype of the inputs, and of dP, which is not INT8 (default %(default)s; float32: CPU only)",
     )
     add("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
-    add("--device", default="cpu", help="where to compute: cpu or cuda (default cpu)")
+    add("--device", type=available_device, default="cpu", help="where to compute: cpu or cuda (default cpu)")
     add(
         "--out", type=Path, default=Path("runs/paper/table1.json"), help="file to write (default %(default)s)"
     )
     arguments = parser.parse_args(argv)
-    arguments.device = choose_device(arguments.device, parser)
     if arguments.device.startswith("cuda") and arguments.dtype == "float32":
         parser.error("--dtype float32: the kernels take float16 and bfloat16; use --device cpu")
     return arguments
@@ -187,37 +172,6 @@ def draw_inputs(
 
 def compare(actual: Tensor, exact: Tensor) -> tuple[float, float]:
     return cosine_similarity(actual, exact), relative_l2(actual, exact)
-
-
-def settings_of(config: SageConfig, head_dim: int) -> dict:
-    """Every setting, with the tile that this head size gets."""
-    block_q, block_kv = config.tile(head_dim)
-    return asdict(replace(config, block_q=block_q, block_kv=block_kv))
-
-
-# --- Picture ------------------------------------------------------------------------------------------------
-
-
-def draw(rows: list[dict]) -> Any:
-    """Relative L2 over σ, a panel for each tensor and a line for each variant."""
-    figure, panels = pictures.grid(1, len(TITLES), width=2.7, height=3.2, sharey=True)
-    looks = styles(tuple(VARIANTS)) | {"paper": PAPER_STYLE}
-    for axes, (tensor, title) in zip(panels[0], TITLES.items(), strict=True):
-        for variant, label in LABELS.items():
-            points = [(row["sigma"], row[tensor][1]) for row in rows if row["variant"] == variant]
-            look = looks[variant]
-            axes.plot(
-                *zip(*points, strict=True), color=look.color, linestyle=look.dashes, marker=look.marker,
-                label=label, markersize=5, linewidth=1.2,
-            )  # fmt: skip
-        pictures.log_axis(axes.yaxis)
-        axes.set_title(title)
-        axes.set_xlabel("σ of Q and K")
-        axes.grid(alpha=0.3, which="both")
-    panels[0][0].set_ylabel("relative L2 error")
-    pictures.legend_below(figure, *panels[0][0].get_legend_handles_labels())
-    figure.suptitle("Table 1: error against float64 attention, Gaussian inputs", fontsize=11)
-    return figure
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""The training runs whose weights are measured: found, opened and checked before any work."""
+"""Measuring the weights of training runs: runs found and checked before any work, files after every step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
+from tqdm import tqdm
 
 import model.huggingface
+from common.terminal import add_device_option, command_parser
 from data.corpus import Corpus
 from model.backends import AttentionFn
 from model.llama import Llama
-from scripts.runs import find_runs, labels_of, milestones, open_data, read_settings
+from scripts.output import save_figure, with_ending, write_compressed, write_markdown
+from scripts.runs import find_runs, milestones, open_data, places, read_settings
 from trainer.checkpoint import checkpoint_of, load_weights
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
@@ -54,8 +60,60 @@ class TrainedRun:
         return getattr(torch, self.settings.hardware.dtype)
 
 
-class UnusableWeights(Exception):
-    """The weights of a run are damaged, or not those of its model; the message says which and why."""
+def parser_of(program: str, description: str | None, examples: str | None, out: str) -> ArgumentParser:
+    """A parser of a command that measures runs. out: the default beginning of its files' names."""
+    parser = command_parser(program, description, examples)
+    parser.add_argument("runs", nargs="+", help="directories of finished runs, or folders that hold some")
+    parser.add_argument("--out", default=out, help="beginning of the files' names (default %(default)s)")
+    add_device_option(parser)
+    return parser
+
+
+def measure_all(
+    arguments: Namespace,
+    result: dict[str, Any],
+    work: Iterable[tuple[str, Iterable[list[Any]]]],
+    to_markdown: Callable[[dict[str, Any], list[Any]], str],
+    pictures: Mapping[str, Callable[[dict[str, Any], list[Any]], Any]] = MappingProxyType({}),
+) -> None:
+    """Measure piece after piece; write the numbers after each step of one, tables and pictures after each.
+
+    work: the pieces, each a title and an iterator that does a step and yields its rows (dataclasses).
+    pictures: by the ending of the file, made of the result and all rows.
+    """
+    out, rows = Path(arguments.out), []
+    with tqdm(disable=None) as progress:
+        for title, steps in work:
+            progress.set_description(title)
+            for own in steps:
+                rows += own
+                write_compressed(out, result | {"rows": [asdict(row) for row in rows]})
+                progress.update()
+            write_markdown(out, to_markdown(result, rows))
+            for ending, draw in pictures.items():
+                save_figure(draw(result, rows), with_ending(out, ending))
+    print(to_markdown(result, rows))
+    print("written to", ", ".join(f"{out}{ending}" for ending in (".json.gz", ".md", *pictures)))
+
+
+def describe_trained(run: TrainedRun) -> dict[str, Any]:
+    """What a run was trained with, as JSON."""
+    settings = run.settings
+    return asdict(run.origin) | {
+        "context": settings.context,
+        "sequences_per_step": run.sequences_per_step,
+        "text": run.corpus.manifest.fingerprint,
+        "data": {"source": settings.data.source, "name": settings.data.name}
+        | {"fingerprint": run.corpus.manifest.fingerprint},
+        "tokens_of_text": run.corpus.manifest.tokens("train"),
+        "dtype": settings.hardware.dtype,
+        "seed": settings.seed,
+        "warmup_steps": settings.tps.warmup_steps,
+        "lr": settings.optimizer.lr,
+        "optimizer": asdict(settings.optimizer),
+        "model": asdict(settings.model),
+        "attention_settings": settings.attention.recorded(),
+    }
 
 
 def open_runs(paths: Sequence[str], step: int | None = None) -> list[TrainedRun]:
@@ -66,8 +124,8 @@ def open_runs(paths: Sequence[str], step: int | None = None) -> list[TrainedRun]
     found = find_runs([Path(path) for path in paths])
     if not found:
         raise ValueError(f"no metrics.jsonl under {', '.join(paths)}; give directories of runs")
-    names = labels_of(found)
-    return [open_run(name, RunDirectory(path), step) for name, path in zip(names, found, strict=True)]
+    named = zip(places(found), found, strict=True)
+    return [open_run(name, RunDirectory(path), step) for name, path in named]
 
 
 def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun:
@@ -108,12 +166,12 @@ def milestones_of(run: TrainedRun) -> list[TrainedRun]:
 
 
 def load_model(run: TrainedRun, attention: AttentionFn) -> Llama:
-    """Raises UnusableWeights if the weights are damaged."""
+    """Raises ValueError if the weights are damaged."""
     try:
         if run.checkpoint is None:
             return model.huggingface.load(run.directory.weights, attention)
         llama = Llama(run.settings.model, attention)
         load_weights(run.directory.checkpoints, run.checkpoint, llama)
     except (ValueError, FileNotFoundError) as error:
-        raise UnusableWeights(f"{run.name}: {error}") from error
+        raise ValueError(f"{run.name}: {error}") from error
     return llama

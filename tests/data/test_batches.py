@@ -44,3 +44,9 @@ def test_a_document_without_text_is_skipped_and_counted(tmp_path):
     record, shards = written(tmp_path / "gaps", [*batches, (["ther", None], False)])
     assert shards == written(tmp_path / "whole", [(["one", " ", "two", "another"], False)])[1]
     assert record.counts["skipped"] == 4
+
+
+def test_a_document_may_end_with_an_empty_piece(tmp_path):
+    cut = [(["one", "two"], True), (["", "three"], False)]
+    whole = [(["one", "two", "three"], False)]
+    assert written(tmp_path / "cut", cut, "train") == written(tmp_path / "whole", whole, "train")

@@ -15,11 +15,10 @@ import pytest
 
 from data import corpus, recipe
 from data.corpus import open_corpus
-from data.prepare import _useful_processes, prepare
+from data.prepare import prepare
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.sources import huggingface
-from data.workers import Task
 from tests.data.test_corpus import composed
 from tests.data.test_prepare import documents as prepared
 from tests.data.test_sources import documents, write_parquet
@@ -116,12 +115,6 @@ def test_csv_is_prepared_on_first_use_and_again_when_it_changes():
     assert open_corpus(settings).manifest.documents("train") + opened.manifest.documents("val") >= 251
 
 
-def test_a_local_name_is_no_pattern(files):
-    """`datasets` takes [1] for one, and then reads nothing."""
-    (files / "x [1](ü).csv").write_text("text\nhere\n")
-    assert documents(Recipe(dataset("csv", path="x [1](ü).csv")).units) == ["here"]
-
-
 @pytest.fixture
 def bucket():
     """write(i, texts) → memory://bucket/i.jsonl, which stands in for s3:// and hf://."""
@@ -177,13 +170,6 @@ def test_each_setting_that_chooses_the_text_is_in_its_fingerprint():
     assert Recipe(dataclasses.replace(plain, **same)).fingerprint == Recipe(plain).fingerprint
 
 
-def test_text_of_unknown_size_is_tokenized_by_all_cores(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False)
-    for size, processes in ((0, 7), (1, 1), (1 << 30, 7)):
-        unit = huggingface.DatasetUnit(text_bytes=size, label="", column="", dataset=None)
-        assert _useful_processes([Task(None, 0, unit, "bytes", 0.1, "")]) == processes
-
-
 @pytest.mark.parametrize(
     ("changed", "complaint"),
     [
@@ -219,15 +205,6 @@ def test_a_row_without_text_is_skipped_and_counted_in_each_source(files, kind, s
     manifest = prepare(text)
     assert sorted(prepared(text.folder, "train") + prepared(text.folder, "val")) == ["NA", "two"]
     assert list(manifest.losses()) == ["10 documents without text were skipped"]
-
-
-@pytest.mark.usefixtures("files")
-def test_a_row_that_is_no_text_is_named(monkeypatch):
-    monkeypatch.setattr(huggingface, "ROWS_AT_ONCE", 10)
-    with open("corpus.csv", "w") as file:
-        file.write("text\n" + "words\n" * 20_000 + "007\n" * 20_000)
-    with pytest.raises(ValueError, match=r"csv \(corpus.csv\), file 1 of 1, row \d+ holds int64"):
-        documents(Recipe(dataset("csv", path="corpus.csv")).units)
 
 
 @pytest.mark.usefixtures("files")

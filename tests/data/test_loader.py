@@ -127,34 +127,30 @@ def test_evaluation_covers_the_first_sequences_in_order(ranks):
     assert torch.equal(torch.cat([targets for _, targets in in_order]), inputs + 1)
 
 
-def test_evaluation_says_when_there_is_less_than_asked_for(caplog):
+def test_sequences_are_all_that_have_a_token_to_predict_or_as_many_as_asked_for(caplog):
+    assert loader(7 * 5).sequences == 4
+    assert loader(7 * 5 + 1).sequences == 5
+    orders = [loader(sequences=12).sequence_indices(step) for step in range(4)]
+    assert all((np.sort(order) == np.arange(12)).all() for order in orders)
+    assert (orders[0] != orders[1]).any()
     batches = list(evaluation_batches(tokens_of(101), context=10, sequences=500, micro_batch=4))
     assert sum(len(inputs) for inputs, _ in batches) == 10
     assert "holds 10 sequences of 10 tokens: validating on these instead of 500" in caplog.text
 
 
-def test_sequences_are_all_that_have_a_token_to_predict():
-    assert loader(7 * 5).sequences == 4
-    assert loader(7 * 5 + 1).sequences == 5
-    with pytest.raises(ValueError, match=r"7 tokens, too few .* context=7 .* use context=6 or less"):
-        loader(7)
-    with pytest.raises(ValueError, match="use context=6 or less"):
-        list(evaluation_batches(tokens_of(7), context=7, sequences=1, micro_batch=1))
-
-
-def test_a_step_of_all_sequences_is_the_same_at_every_step_in_another_order():
-    batches = loader(sequences=12)
-    assert batches.sequences == 12
-    orders = [batches.sequence_indices(step) for step in range(4)]
-    assert all((np.sort(order) == np.arange(12)).all() for order in orders)
-    assert (orders[0] != orders[1]).any()
-    assert loader(sequences=None).sequences == 142
-
-
-@pytest.mark.parametrize("wanted", [0, 143])
-def test_more_sequences_than_the_text_has_are_refused(wanted):
-    with pytest.raises(ValueError, match=rf"train_sequences={wanted}, but .* 142 sequences .* use 1 to 142"):
-        loader(sequences=wanted)
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: loader(7), r"7 tokens, too few .* context=7 .* use context=6 or less"),
+        (lambda: list(evaluation_batches(tokens_of(7), context=7, sequences=1, micro_batch=1)), "context=6"),
+        (lambda: loader(sequences=0), "train_sequences=0, but .* use 1 to 142"),
+        (lambda: loader(sequences=143), "train_sequences=143, but .* 142 sequences"),
+    ],
+    ids=range(4),
+)
+def test_a_text_that_is_too_short_is_named(make, named):
+    with pytest.raises(ValueError, match=named):
+        make()
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,6 +1,5 @@
 """Each format yields its documents, in order, wherever it is cut; unusable text is named by file and row."""
 
-import bz2
 import contextlib
 import gzip
 import json
@@ -89,34 +88,6 @@ def test_parquet(tmp_path, kind):
     assert documents(units) == TEXTS[:3] + TEXTS
 
 
-def test_parquet_without_a_column_of_text_names_those_there_are(tmp_path):
-    table = pa.table([["right"], ["wrong"], [1]], names=["twice", "twice", "id"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    for column, named in (("text", r"no column.* 'id'"), ("twice", "2 columns"), ("id", "int64")):
-        with pytest.raises(ValueError, match=named):
-            load("parquet", tmp_path, column=column)
-
-
-@pytest.mark.usefixtures("tiny_pieces")
-def test_parquet_of_bad_utf8_names_the_row(tmp_path):
-    texts = [b"fine"] * 33 + [b"caf\xe9", b"fine"]
-    write_parquet(tmp_path / "a.parquet", texts, pa.binary(), row_group_size=7)
-    with pytest.raises(ValueError, match=r"a.parquet, row 33 is not valid UTF-8"):
-        documents(load("parquet", tmp_path))
-
-
-def test_a_broken_parquet_file_is_named(tmp_path):
-    write_parquet(tmp_path / "a.parquet", TEXTS)
-    whole = (tmp_path / "a.parquet").read_bytes()
-    (tmp_path / "a.parquet").write_bytes(whole[:-20])
-    with pytest.raises(ValueError, match=r"a.parquet cannot be read"):
-        load("parquet", tmp_path)
-    start = pq.read_metadata(pa.BufferReader(whole)).row_group(0).column(1).dictionary_page_offset
-    (tmp_path / "a.parquet").write_bytes(whole[:start] + bytes(50) + whole[start + 50 :])
-    with pytest.raises(ValueError, match=r"a.parquet cannot be read"):
-        documents(load("parquet", tmp_path))
-
-
 @pytest.mark.parametrize(("compression", "dictionary"), [("none", False), ("snappy", True)])
 def test_a_flipped_byte_of_parquet_with_checksums_is_named_or_harmless(tmp_path, compression, dictionary):
     """Without the checks, most flips in the pages were read as other text, or as fewer rows."""
@@ -183,32 +154,21 @@ def test_compressed_jsonl(tmp_path):
         (b'["text"]', "list"),
         (b'{"body": "x", "n": 1}', "'text'; it has 'body', 'n'"),
         (b'{"text": 3}', "int"),
-        (b'[{"text": "a"},', "JSON array"),
         (b'{"text": "right", "text": "wrong"}', "'text' appears 2 times"),
         (b'{"text": "x", "n": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
-        (b'{"text": ' + b"9" * 5000 + b"}", "int, not text"),
         (b'{"text": "' + b"x" * 300_000 + b'"}', "more than 250,000 bytes"),
     ],
-    ids=range(10),
+    ids=range(8),
 )
 @pytest.mark.usefixtures("tiny_pieces")
 def test_jsonl_that_can_not_be_used_is_named_by_line(tmp_path, monkeypatch, line, complaint):
     monkeypatch.setattr(jsonl, "LONGEST_LINE", 250_000)
-    path = tmp_path / "a.jsonl"
-    content = b'{"text": "fine"}\n' * 4 + line + b'\n{"text": "fine"}\n'
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"a.jsonl, line 5 .*{complaint}"):
-        documents(load("jsonl", path))
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress(content))
-    with pytest.raises(ValueError, match=rf"b.jsonl.gz, line 5 .*{complaint}"):
-        documents(load("jsonl", packed))
-
-
-def test_numbers_of_any_length_beside_the_text_are_read_over(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"id": ' + "9" * 5000 + ', "text": "fine"}\n')
-    assert documents(load("jsonl", path)) == ["fine"]
+    fine = b'{"text": "fine", "id": ' + b"9" * 5000 + b"}\n"  # more digits than Python reads
+    content = fine * 4 + line + b"\n" + fine
+    for name, pack in (("a.jsonl", bytes), ("b.jsonl.gz", gzip.compress)):
+        (tmp_path / name).write_bytes(pack(content))
+        with pytest.raises(ValueError, match=rf"{name}, line 5 .*{complaint}"):
+            documents(load("jsonl", tmp_path / name))
 
 
 # ------------------------------------------------------------------ plain text
@@ -270,13 +230,6 @@ def test_text_holds_out_its_end(tmp_path):
     assert len("".join(val)) == pytest.approx(0.1 * len(content), abs=20)
 
 
-@pytest.mark.usefixtures("tiny_pieces")
-def test_text_of_another_encoding_is_named_by_line(tmp_path):
-    (tmp_path / "a.txt").write_bytes(b"fine \n" * 100 + b"caf\xe9\n" + b"fine \n" * 100)
-    with pytest.raises(ValueError, match=r"a.txt, line 101 is not valid UTF-8"):
-        documents(load("text", tmp_path))
-
-
 # ------------------------------------------------------------------ the others
 
 
@@ -289,21 +242,11 @@ def test_stdlib_is_some_megabytes_of_python_without_tests():
     assert len(documents(units)) == len(files) + 1  # one is cut into training text and validation text
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl"])
-def test_a_compressed_file_is_called_so_whatever_its_name(tmp_path, source):
-    """It was called UTF-8 that is not valid."""
-    path = tmp_path / f"a.{source}"
-    packed = [gzip.compress(b"text"), bz2.compress(b"text"), pa.compress(b"text", "zstd", asbytes=True)]
-    for content, kind in zip(packed, ("gzip", "bzip2", "zstd"), strict=True):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=rf"a.{source} is compressed \({kind}\); unpack it"):
-            load(source, path)
-
-
 def test_a_source_is_one_file(tmp_path):
     """That of docs/extending.md, as it stands there."""
-    for folder in ("common", "data", "configs/data"):
+    for folder in ("common", "data"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "prepare.yaml", tmp_path / "configs")
     shutil.copytree(ROOT / "configs" / "hydra", tmp_path / "configs" / "hydra")
     (module,) = re.findall(
@@ -327,9 +270,7 @@ def test_a_source_is_one_file(tmp_path):
 # ------------------------------------------------------------------ which files
 
 
-@pytest.mark.parametrize(
-    "name", ["bücher.txt", "x(1).txt", "k=v.txt", "a b,c.txt", "[1].txt", "$x.txt", "語.txt"]
-)
+@pytest.mark.parametrize("name", ["x(1).txt", "a b,c=v.txt", "[1].txt", "語.txt"])
 def test_any_name_of_a_file_is_read_also_in_the_home_folder(tmp_path, monkeypatch, name):
     (tmp_path / name).write_text("once upon a time")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -340,39 +281,26 @@ def test_any_name_of_a_file_is_read_also_in_the_home_folder(tmp_path, monkeypatc
         assert text.folder.name.count("-gpt2-") == 1
 
 
-@pytest.fixture
-def folders(tmp_path, monkeypatch):
-    """One file in each of two folders, and links that lead from both to both; the working folder."""
+@pytest.mark.parametrize("pattern", ["**/*.txt", "./**/*.txt", "**", "**/**/*.txt", "?/**/?.txt", "."])
+def test_a_file_is_found_once_however_many_links_lead_to_it(tmp_path, monkeypatch, caplog, pattern):
+    """Python's glob found each file hundreds of times, in training and validation text."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.txt").write_text(f"text of {name}")
         (tmp_path / name / "up").symlink_to("..")
         (tmp_path / name / "again").symlink_to(".")
+    os.link(tmp_path / "b" / "b.txt", tmp_path / "b" / "c.txt")
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    for where in (pattern, os.path.join(tmp_path, pattern)):
+        assert [file.name for file in matching(where, (".txt",))] == ["a.txt", "b.txt"]
+    assert "b/c.txt is" in caplog.text
+    assert "under another name, and is left out" in caplog.text
 
 
-@pytest.mark.parametrize("pattern", ["**/*.txt", "./**/*.txt", "**", "**/**/*.txt", "?/**/?.txt", "."])
-def test_a_loop_of_links_is_read_once(folders, pattern):
-    """Python's glob found each file hundreds of times, in training and validation text."""
-    for where in (pattern, os.path.join(folders, pattern)):
-        names = [file.name for file in matching(where, (".txt",))]
-        assert names == ["a.txt", "b.txt"]
-
-
-def test_a_file_under_two_names_is_read_once_and_said(folders, caplog):
-    (folders / "0.txt").symlink_to("a/a.txt")
-    os.link(folders / "b" / "b.txt", folders / "b" / "c.txt")
-    assert [str(file) for file in matching("**/*.txt", (".txt",))] == ["a/a.txt", "b/b.txt"]
-    assert "0.txt is a/a.txt under another name, and is left out" in caplog.text
-    assert "b/c.txt is b/b.txt under another name, and is left out" in caplog.text
-
-
-def test_folders_behind_links_are_found(tmp_path):
-    (tmp_path / "elsewhere [1]").mkdir()
-    (tmp_path / "elsewhere [1]" / "x.txt").touch()
-    (tmp_path / "data" / ".hidden").mkdir(parents=True)
-    (tmp_path / "data" / ".hidden" / "h.txt").touch()
+def test_folders_behind_links_are_found_and_hidden_ones_are_not(tmp_path):
+    for name in ("elsewhere [1]", "data/.hidden"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "x.txt").touch()
     (tmp_path / "data" / "part [2]").symlink_to(tmp_path / "elsewhere [1]")
     for pattern in ("**/*.txt", "*/*.txt", "**"):
         found = matching(str(tmp_path / "data" / pattern), (".txt",))
@@ -395,11 +323,36 @@ def test_the_fingerprint_follows_the_content_not_the_place_or_time(tmp_path):
     assert fingerprint("here") != fingerprint("there")
 
 
-@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
-def test_empty_input_is_refused(tmp_path, source):
-    path = tmp_path / f"empty.{source}"
-    path.touch()
-    if source == "parquet":
-        write_parquet(path, [], pa.string())
-    with pytest.raises(ValueError, match=rf"empty.{source} has no text"):
-        load(source, path)
+def parquet_of(texts, kind=None, names=("text",), **options):
+    """The content of a file, the same texts in each column."""
+    table = pa.table([pa.array(texts, kind)] * len(names), names=names)
+    pq.write_table(table, file := pa.BufferOutputStream(), **options)
+    return file.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "complaint"),
+    [
+        ("text", b"", "a.text has no text"),
+        ("jsonl", b"", "a.jsonl has no text"),
+        ("parquet", parquet_of([], pa.string()), "a.parquet has no text"),
+        ("text", gzip.compress(b"text"), r"a.text is compressed \(gzip\); unpack it"),
+        ("jsonl", pa.compress(b"{}", "zstd", asbytes=True), r"a.jsonl is compressed \(zstd\); unpack it"),
+        ("text", b"fine \n" * 100 + b"caf\xe9\n" + b"fine \n" * 100, "a.text, line 101 is not valid UTF-8"),
+        ("parquet", parquet_of(TEXTS)[:-20], "a.parquet cannot be read"),
+        ("parquet", parquet_of(["x"], names=["id", "body"]), "no column 'text'; it has 'id', 'body'"),
+        ("parquet", parquet_of(["x"], names=["text", "text"]), "2 columns"),
+        ("parquet", parquet_of([1]), "int64"),
+        (
+            "parquet",
+            parquet_of([b"fine"] * 33 + [b"caf\xe9", b"fine"], pa.binary(), row_group_size=7),
+            "a.parquet, row 33 is not valid UTF-8",
+        ),
+    ],
+    ids=range(11),
+)
+@pytest.mark.usefixtures("tiny_pieces")
+def test_files_that_cannot_be_used_are_named(tmp_path, source, content, complaint):
+    (tmp_path / f"a.{source}").write_bytes(content)
+    with pytest.raises(ValueError, match=complaint):
+        documents(load(source, tmp_path / f"a.{source}"))

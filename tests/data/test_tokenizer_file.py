@@ -145,6 +145,7 @@ def test_what_tokens_lose_is_said_and_a_text_without_any_is_refused(tmp_path, ca
     [
         ("tokenizer.json", b"{}", r"tokenizer\.json is no file of Hugging Face's tokenizers library"),
         ("tokenizer.json", b"\xff", r"tokenizer\.json cannot be read"),
+        ("tokenizer.json", None, r"tokenizer\.json cannot be read"),
         ("tokenizer_config.json", b"{}", r"which token ends a text \(special tokens: <s>, </s>\)"),
         ("tokenizer_config.json", b'{"eos_token": "<x>"}', r"has no token '<x>'"),
         ("tokenizer_config.json", b"[", r"tokenizer_config\.json is damaged"),
@@ -152,14 +153,9 @@ def test_what_tokens_lose_is_said_and_a_text_without_any_is_refused(tmp_path, ca
     ],
 )
 def test_what_is_no_tokenizer(folder, file, content, named):
-    (folder / file).write_bytes(content)
+    (folder / file).unlink() if content is None else (folder / file).write_bytes(content)
     with pytest.raises(ValueError, match=named):
         vocabulary_size(str(folder))
-
-
-def test_a_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(ValueError, match=r"tokenizer\.json cannot be read"):
-        vocabulary_size(str(tmp_path))
 
 
 def word_level(file, size):

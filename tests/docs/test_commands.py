@@ -1,14 +1,13 @@
 """Command lines in the pages are ones that their programs take. Nothing is trained."""
 
-import argparse
 import importlib
 import re
-import sys
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from data import prepare
+from tests.cli import assert_takes
 from tests.docs import pages
 from tests.docs.pages import PAGES, ROOT
 from trainer import settings
@@ -25,12 +24,8 @@ PLACEHOLDERS = {
 }
 
 
-class Parsed(Exception):
-    """The program took its arguments."""
-
-
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_command(words, monkeypatch):
+def test_command(words):
     words = [PLACEHOLDERS.get(word, word) for word in words]
     if tuple(words) in FOREIGN:
         return
@@ -43,13 +38,13 @@ def test_command(words, monkeypatch):
     elif words[:2] == ["pip", "install"]:
         check_extras(words)
     elif words[:2] == ["python", "-m"]:
-        check_module(words[2], words[3:], monkeypatch)
+        check_module(words[2], words[3:])
     else:
         assert words[0] == "python"
         assert (ROOT / words[1]).exists()
 
 
-def check_module(name, arguments, monkeypatch):
+def check_module(name, arguments):
     """The module takes these arguments."""
     if name == "pytest":
         paths = [word for word in arguments if word.startswith("tests")]
@@ -62,18 +57,7 @@ def check_module(name, arguments, monkeypatch):
         items = ["table1" if word == "NAME" else word for word in arguments]
         importlib.import_module(name).main(items if "--list" in items else ["--dry-run", *items])
     else:
-        module = importlib.import_module(name)
-        monkeypatch.setattr(sys, "argv", [name, *arguments])
-        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-        with pytest.raises(Parsed):
-            module.main()
-
-
-def parse_and_stop(parser, arguments=None, namespace=None):
-    """argparse's parse_args, after which the program ends before it begins."""
-    _, unknown = parser.parse_known_args(arguments, namespace)
-    assert not unknown
-    raise Parsed
+        assert_takes(name, arguments)
 
 
 def check_overrides(config, words):
@@ -121,7 +105,7 @@ def extra_exists(name):
 
 
 SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)?=[\w.\-]+)`")
-GROUPS = {folder.name for folder in CONFIGS.iterdir() if folder.is_dir()}
+GROUPS = {"data", *(folder.name for folder in CONFIGS.iterdir() if folder.is_dir())}
 SETTINGS = sorted(
     {
         text

@@ -13,7 +13,6 @@ from transformers import modeling_flash_attention_utils
 from transformers.integrations import hub_kernels
 
 import sagebwd
-from sagebwd.integrations.transformers import register
 from scripts import build_hub_kernel
 from scripts.build_hub_kernel import PACKAGE, BuildError, build
 from tests import inputs as attention
@@ -153,28 +152,6 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path):
     assert (tmp_path / "README.md").read_text() == "another project"
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "rewritten"),
-    [
-        ("own.py", "from sagebwd import dispatch", "from . import dispatch"),
-        ("own.py", "from sagebwd.config import A  # sagebwd", "from .config import A  # sagebwd"),
-        (
-            "kernels/own.py",
-            "    from sagebwd.kernels.cuda import launch",
-            "    from ..kernels.cuda import launch",
-        ),
-        ("integrations/own.py", "import numpy", "import numpy"),
-        ("kernels/cuda/own.py", "'''from sagebwd import x'''", "'''from sagebwd import x'''"),
-    ],
-)
-def test_imports_become_relative(file, line, rewritten, tmp_path):
-    package = tmp_path / "sagebwd"
-    (package / file).parent.mkdir(parents=True, exist_ok=True)
-    before, after = (f"if True:\n{x}\n" if x.startswith(" ") else f"{x}\n" for x in (line, rewritten))
-    (package / file).write_text(before)
-    assert build_hub_kernel.rewrite((package / file).relative_to(package), package) == after
-
-
 # --- transformers ------------------------------------------------------------------------------------------
 
 
@@ -233,15 +210,3 @@ def test_transformers_trains_with_a_name_of_the_hub(model, transformers_finds_it
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(NotImplementedError, match="dropout"):
         gradients(model, "owner/sagebwd")
-
-
-def test_the_installed_package_and_one_of_the_hub_both_notice_a_model_that_computes_attention_itself(hub):
-    """Whichever registered first."""
-    config = transformers.DebertaV2Config(
-        num_hidden_layers=1, num_attention_heads=2, vocab_size=97, hidden_size=32, intermediate_size=32
-    )
-    hub.integrations.transformers.register("hub-strict", fallback="error")
-    register("strict", fallback="error")
-    for name in ("hub-strict", "strict"):
-        with pytest.raises(NotImplementedError, match="attention that the model computes itself"):
-            transformers.AutoModel.from_config(config, attn_implementation=name)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from scripts import compare
-from scripts.runs import distinct, find_runs, labels_of
+from scripts.runs import find_runs, places
 from trainer import identity
 from trainer.plot import plot_losses
 from trainer.run_directory import RunDirectory
@@ -116,12 +117,6 @@ def test_an_option_stands_for_its_values_and_what_was_changed_of_it_is_named(
     ]
 
 
-def test_an_attention_that_is_no_option_any_more_is_named_by_its_backend(tmp_path, capsys):
-    run(tmp_path / "a", 3.0, settings={"attention.backend": "linear", "seed": 1})
-    run(tmp_path / "b", 3.0, settings=FPA | {"seed": 1})
-    assert [*compared(capsys, tmp_path)][1:] == ["attention=fpa", "attention=linear"]
-
-
 def test_repeated_runs_are_told_apart_by_their_folders(tmp_path, capsys):
     for folder in ("one", "two"):
         for seed in (1, 2):
@@ -135,13 +130,6 @@ def test_repeated_runs_are_told_apart_by_their_folders(tmp_path, capsys):
         "seed=2 (two)",
         "two: mean ± std of 2 seeds",
     ]
-
-
-def test_damaged_settings_end_with_a_message(tmp_path):
-    folder = run(tmp_path / "a", 3.0, settings=FPA)
-    (folder / "config.yaml").write_text("attention: [")
-    with pytest.raises(SystemExit, match=r"a/config\.yaml is damaged .*or leave this run out"):
-        compare.main([str(tmp_path)])
 
 
 def test_the_baseline_is_the_full_precision_run_of_the_same_other_settings(tmp_path, capsys, pictures):
@@ -216,12 +204,6 @@ def test_full_precision_with_a_second_kernel_is_compared_with_the_first(tmp_path
     assert compared(capsys, tmp_path)["attention.sdpa=flash"][3] == "+0.5000"
 
 
-def test_a_run_on_other_text_is_no_baseline(tmp_path, capsys):
-    run(tmp_path / "a", 3.0, settings=FPA | {"data.path": "a.txt"})
-    run(tmp_path / "b", 3.5, settings=SAGE | {"data.path": "b.txt"})
-    assert "difference" not in compared(capsys, tmp_path)["run"]
-
-
 def test_seeds_stand_together_with_mean_and_standard_deviation(tmp_path, capsys):
     run(tmp_path / "1", 3.0, val_loss=4.0, settings=FPA | {"seed": 1})
     run(tmp_path / "2", 5.0, settings=SAGE | {"seed": 1})
@@ -260,13 +242,6 @@ def test_named_validation_sets_have_columns(tmp_path, capsys):
     assert rows["attention=fpa: mean ± std of 2 seeds"][6:10:2] == ["2.2500 ± 0.3536", "5.5000 ± 0.7071"]
 
 
-def test_a_mean_needs_a_value_of_every_seed(tmp_path, capsys):
-    run(tmp_path / "1", 3.0, val_loss=4.0, settings=FPA | {"seed": 1})
-    run(tmp_path / "2", 3.0, settings=FPA | {"seed": 2})
-    rows = compared(capsys, tmp_path)
-    assert rows["all seeds: mean ± std of 2 seeds"] == ["", "", "3.0000 ± 0.0000", "", ""]
-
-
 def test_names_that_are_no_text_neither_stop_a_comparison_nor_reach_the_terminal(tmp_path, capfdbinary):
     names = [b"a\x1b[2J", b"b\xff", b"c\n", "d\u202e".encode(), "é $\\x$".encode()]
     for name in names:
@@ -291,55 +266,6 @@ def test_names_that_are_no_text_neither_stop_a_comparison_nor_reach_the_terminal
         compare.main([str(tmp_path)])
 
 
-@pytest.mark.parametrize("damage", ["lost", "changed"])
-def test_a_finished_run_whose_curve_is_damaged_is_not_compared(tmp_path, damage):
-    folder = run(tmp_path / "a", 3.0, settings=FPA)
-    run(tmp_path / "b", 3.0)
-    RunDirectory(folder).finish()
-    (tmp_path / "DONE").write_text("of something else")
-    compare.main([str(tmp_path)])
-    metrics = folder / "metrics.jsonl"
-    metrics.unlink() if damage == "lost" else metrics.write_text(metrics.read_text().replace("3.0", "3.1"))
-    with pytest.raises(SystemExit, match=r"a is finished, but metrics.jsonl is .*or leave this run out"):
-        compare.main([str(tmp_path)])
-
-
-def test_runs_are_found_in_folders_and_shown_once(tmp_path, capsys):
-    a, b = run(tmp_path / "runs" / "a", 3.0), run(tmp_path / "runs" / "b", 3.0)
-    (tmp_path / "runs" / "no_run").mkdir()
-    assert find_runs([tmp_path / "runs"]) == [a, b]
-    compare.main([str(b), str(tmp_path / "runs")])
-    assert [*cells(capsys.readouterr().out.split("\n\n")[0])] == ["run", "b", "a"]
-
-
-def test_labels_are_what_differs_and_never_the_same_twice():
-    def of(*paths):
-        return labels_of([Path(path) for path in paths])
-
-    assert of("runs/attention-fpa+tps-260k", "runs/attention-sagebwd+tps-260k") == [
-        "attention-fpa",
-        "attention-sagebwd",
-    ]
-    assert of("runs/default") == ["default"]
-    assert of("one/fpa", "two/fpa") == ["one/fpa", "two/fpa"]
-    assert of("a/x/fpa", "b/x/fpa") == ["a/x/fpa", "b/x/fpa"]
-    assert of("large/a-seed1", "large/b-seed1") == ["a-seed1", "b-seed1"]
-
-
-def test_runs_of_one_name_are_never_taken_for_one(tmp_path):
-    """Without the shared `s`, the first two would both be called `a`."""
-    assert distinct(["s+a", "a+s", "s+c"]) == ["s+a", "a+s", "s+c"]
-    deep = [
-        run(tmp_path / sweep / name, 3.0) for sweep in ("one", "two") for name in ("fpa+seed-1", "x+seed-1")
-    ]
-    (deep[0] / "checkpoints").mkdir()
-    (deep[0] / "checkpoints" / "metrics.jsonl").write_text("")
-    (tmp_path / "one" / "again").symlink_to(tmp_path)
-    found = find_runs([tmp_path, tmp_path / "one"])
-    assert found == deep
-    assert len(set(labels_of(found))) == 4
-
-
 def test_differences_have_intervals_where_seeds_tell_the_noise(tmp_path, capsys):
     """Two seeds each: least squares is the paired difference, its interval Student's with one degree."""
     for name, losses in {"fpa": (3.5, 3.7), "sagebwd": (3.0, 3.1)}.items():
@@ -360,52 +286,6 @@ def test_differences_have_intervals_where_seeds_tell_the_noise(tmp_path, capsys)
     rows = compared(capsys, tmp_path, "--baseline", "attention=sagebwd seed=1")
     assert [*rows][1] == "attention=sagebwd seed=1"  # the group that the others are compared with comes first
     assert rows["attention=fpa: mean ± std of 2 seeds"][3] == f"+0.5500 ± {width:.4f}"
-    with pytest.raises(
-        SystemExit, match=r"--baseline gone is none .* one of attention=fpa, attention=sagebwd"
-    ):
-        compare.main([str(tmp_path), "--baseline", "gone"])
-
-
-def test_a_name_of_several_directories_is_no_baseline(tmp_path, capsys):
-    for place, lr in (("wide", 1), ("narrow", 2)):
-        run(tmp_path / place / "first", 3.0, settings=FPA | {"optimizer.lr": lr})
-    with pytest.raises(SystemExit, match="--baseline first is none of the runs"):
-        compare.main([str(tmp_path), "--baseline", "first"])
-
-
-def test_one_seed_has_a_difference_and_no_interval_and_a_diverged_run_neither(tmp_path, capsys):
-    for name, loss in {"a": 3.0, "b": 3.25, "c": 9.0}.items():
-        run(tmp_path / name, loss)
-    RunDirectory(tmp_path / "c").note_divergence(3)
-    rows = compared(capsys, tmp_path, "--baseline", "a")
-    assert rows["b"][2:6] == ["3.2500", "+0.2500", "", ""]
-    assert rows["c"][2:6] == ["DIVERGED at step 3", "", "", ""]
-
-
-def test_the_picture_goes_next_to_the_runs(tmp_path, capsys, drawing):
-    run(tmp_path / "fpa", 3.0)
-    run(tmp_path / "sagebwd", 3.0)
-    compare.main([str(tmp_path)])
-    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out
-    assert "| sagebwd |" in printed
-    assert f"written: {tmp_path}/comparison.png" in printed
-
-
-def test_the_picture_goes_where_the_user_says(tmp_path, drawing):
-    run(tmp_path / "runs" / "fpa", 3.0)
-    compare.main([str(tmp_path / "runs"), "--out", str(tmp_path / "new" / "x.png")])
-    assert (tmp_path / "new" / "x.png").exists()
-    assert not (tmp_path / "runs" / "comparison.png").exists()
-    compare.main([str(tmp_path / "runs"), "--out", str(tmp_path / "folder")])
-    assert (tmp_path / "folder" / "comparison.png").exists()
-
-
-def test_a_picture_of_no_known_kind_is_refused(tmp_path, capsys):
-    run(tmp_path / "fpa", 3.0)
-    with pytest.raises(SystemExit):
-        compare.main([str(tmp_path), "--out", "x.docx"])
-    assert "x.docx is no picture: end it in .png, .pdf, .svg" in capsys.readouterr().err
 
 
 def test_committed_results_are_not_overwritten(tmp_path, monkeypatch):
@@ -416,14 +296,6 @@ def test_committed_results_are_not_overwritten(tmp_path, monkeypatch):
     apart = [tmp_path / "a" / "fpa", tmp_path / "b" / "fpa"]
     assert compare.default_out(apart) == Path("runs/comparison.png")
     assert compare.default_out([Path("runs/fpa"), Path("runs/sagebwd")]) == Path("runs/comparison.png")
-
-
-def test_a_path_without_a_run_is_refused(tmp_path, capsys):
-    run(tmp_path / "fpa", 3.0)
-    with pytest.raises(SystemExit) as end:
-        compare.main([str(tmp_path / "fpa"), str(tmp_path / "gone")])
-    assert end.value.code == 2
-    assert f"{tmp_path}/gone holds no run: there is no metrics.jsonl" in capsys.readouterr().err
 
 
 def test_a_run_that_diverged_has_no_final_loss_and_counts_in_no_mean(tmp_path, capsys):
@@ -443,17 +315,46 @@ def test_a_loss_that_is_not_finite_is_not_hidden_by_the_ones_before(tmp_path, ca
     assert compared(capsys, folder)["a"][2:4] == ["nan", "nan"]
 
 
-def test_damaged_metrics_end_with_a_message(tmp_path):
-    folder = run(tmp_path / "fpa", 3.0)
-    text = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text("{damaged\n" + text)
-    with pytest.raises(SystemExit, match=r"metrics\.jsonl is damaged"):
-        compare.main([str(folder)])
+def test_runs_are_found_and_labelled_once_each(tmp_path):
+    deep = [
+        run(tmp_path / sweep / name, 3.0) for sweep in ("one", "two") for name in ("fpa+seed-1", "x+seed-1")
+    ]
+    (deep[0] / "checkpoints").mkdir()
+    (deep[0] / "checkpoints" / "metrics.jsonl").write_text("")
+    (tmp_path / "one" / "again").symlink_to(tmp_path)
+    assert find_runs([tmp_path, tmp_path / "one"]) == deep
+    assert places(deep) == ["one/fpa+seed-1", "one/x+seed-1", "two/fpa+seed-1", "two/x+seed-1"]
 
 
-def test_a_place_that_takes_no_picture_is_named_after_the_table(tmp_path, capsys, drawing):
-    folder, place = run(tmp_path / "runs" / "a", 3.0), tmp_path / "file"
-    place.write_text("")
-    with pytest.raises(SystemExit, match=r"cannot write .*comparison.png: .*; give another place with --out"):
-        compare.main([str(folder), "--out", str(place / "comparison.png")])
-    assert "3.0000" in capsys.readouterr().out
+def test_the_picture_goes_next_to_the_runs_or_where_the_user_says(tmp_path, drawing, monkeypatch):
+    runs = run(tmp_path / "runs" / "fpa", 3.0).parent
+    for options, place in (
+        ([], runs / "comparison.png"),
+        (["--out", str(tmp_path / "new" / "x.png")], tmp_path / "new" / "x.png"),
+        (["--out", str(tmp_path / "folder")], tmp_path / "folder" / "comparison.png"),
+    ):
+        compare.main([str(runs), *options])
+        assert place.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("damage", "options", "told"),
+    [
+        ("config.yaml", (), r"fpa/config\.yaml is damaged .*or leave this run out"),
+        ("metrics.jsonl", (), r"fpa is finished, but metrics\.jsonl is .*or leave this run out"),
+        ("DONE", (), "DONE cannot be read"),
+        (None, ("--baseline", "gone"), "--baseline gone is none of the runs; .* one of "),
+        (None, ("--out", "x.docx"), r"x\.docx is no picture: end it in \.png, \.pdf, \.svg"),
+        (None, ("nowhere",), "nowhere holds no run: there is no metrics.jsonl"),
+        (None, ("--out", "{runs}/fpa/config.yaml/x.png"), "cannot write .*x.png: .*--out"),
+    ],
+)
+def test_what_cannot_be_compared_is_told(tmp_path, capsys, drawing, damage, options, told):
+    folder = run(tmp_path / "fpa", 3.0, settings=FPA)
+    run(tmp_path / "sagebwd", 3.0, settings=SAGE)
+    RunDirectory(folder).finish()
+    if damage:
+        (folder / damage).write_text("{damaged: [")
+    with pytest.raises(SystemExit) as stop:
+        compare.main([str(tmp_path), *(option.replace("{runs}", str(tmp_path)) for option in options)])
+    assert re.search(told, f"{stop.value} {capsys.readouterr().err}")

@@ -93,37 +93,29 @@ def check_card(run, folder, validated):
 def test_what_is_no_export(trained, tmp_path, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(trained[0], run, ignore=shutil.ignore_patterns("export"))
-    with pytest.raises(SystemExit, match=r"has no config.yaml; give the directory of a run"):
-        export.main([str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"no checkpoint of step 3; there: 2, 4"):
-        export.main([str(run), "--step", "3"])
+
+    def refused(named, *options, place=run):
+        with pytest.raises(SystemExit, match=named):
+            export.main([str(place), *options])
+
+    refused("has no config.yaml; give the directory of a run", place=tmp_path)
+    refused("no checkpoint of step 3; there: 2, 4", "--step", "3")
     with monkeypatch.context() as patch:
         patch.setattr(export, "load_weights", load_spoiled)
-        with pytest.raises(
-            SystemExit,
-            match=r"step_00000002 holds NaN or Inf in 1 weights \(norm.weight\); use another --step",
-        ):
-            export.main([str(run), "--step", "2"])
+        refused(r"step_00000002 holds NaN or Inf in 1 weights \(norm.weight\)", "--step", "2")
     curve = (run / "metrics.jsonl").read_bytes()
     (run / "metrics.jsonl").write_bytes(curve[:-1])
-    with pytest.raises(SystemExit, match=r"is finished, but metrics.jsonl is "):
-        export.main([str(run), "--step", "2"])
+    refused("is finished, but metrics.jsonl is ", "--step", "2")
     (run / "metrics.jsonl").write_bytes(curve)
     newest = run / "checkpoints" / "step_00000004"
     next(newest.glob("*.distcp")).write_bytes(b"torn")
-    with pytest.raises(SystemExit, match="step_00000004 is damaged"):
-        export.main([str(run)])
-    (newest / "seal.json").write_text("{}")
-    with pytest.raises(SystemExit, match="step_00000004 is damaged"):
-        export.main([str(run)])
+    refused("step_00000004 is damaged")
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("n_layers: ", "n_layers: 1"))
-    with pytest.raises(SystemExit, match=r"other settings:\n.*model\.n_layers was 2, is now 12"):
-        export.main([str(run), "--step", "2"])
+    refused(r"other settings:\n.*model\.n_layers was 2, is now 12", "--step", "2")
     assert not (run / "export").exists()
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(SystemExit, match="holds no checkpoint; train the run"):
-        export.main([str(run)])
+    refused("holds no checkpoint; train the run")
 
 
 def test_a_tokenizer_of_ones_own_is_exported(train_here, tmp_path):

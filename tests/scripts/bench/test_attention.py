@@ -6,14 +6,12 @@ import math
 import shutil
 import sys
 import types
-import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from scripts import output
 from scripts.bench import attention as bench
 from scripts.bench import registry, tables, timing
 from scripts.bench.registry import CONFIGS, LAYOUTS, PEERS, Implementation, Shape
@@ -58,16 +56,6 @@ def test_flops_are_the_usual_count():
         assert other.flops == 4 * 3 * 16 * sum(n * n for n in lengths)
     (row,) = timing.add_times([Row("sagebwd", full, "backward")], {"sagebwd": [2.0]}, {})
     assert row.tflops == pytest.approx(2.5 * full.flops / 2e-3 / 1e12)
-
-
-def test_shapes_keep_the_tokens_and_the_width():
-    options = ["--device", "cpu", "--lengths", "1024", "32768", "--masks", "full"]
-    assert bench.shapes_of(bench.parse_arguments(options)) == [
-        Shape(16, 32, 1024, 64, False),
-        Shape(1, 32, 32768, 64, False),
-        Shape(16, 16, 1024, 128, False),
-        Shape(1, 16, 32768, 128, False),
-    ]
 
 
 def test_a_mask_may_be_a_window(capsys):
@@ -127,17 +115,6 @@ def test_implementations_take_turns_and_so_do_inputs():
 # --- Accuracy -----------------------------------------------------------------------------------------------
 
 
-def test_a_right_implementation_passes_with_its_errors():
-    rows = measure(Implementation("good", exact_sdpa))
-    assert {mode for _, mode in rows} == {"both", "forward", "backward"}
-    for row in rows.values():
-        assert (row.status, row.reason) == ("passed", None)
-        assert row.tflops > 0
-        assert row.p10_ms <= row.median_ms <= row.p90_ms
-        assert list(row.errors) == ["out", "dq", "dk", "dv"]
-        assert all(cosine > 0.999 and 0 < error < 0.02 for cosine, error in row.errors.values())
-
-
 class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -185,12 +162,6 @@ def test_a_wrong_result_gets_no_speed(build, reason):
         assert good.status == "passed"
 
 
-def test_the_bound_is_the_implementation_s_own():
-    row = measure(Implementation("coarse", wrong_dk, bound=0.12))["coarse", "both"]
-    assert row.status == "passed"
-    assert row.errors["dk"][1] == pytest.approx(0.1, abs=0.01)
-
-
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_a_neighbor_that_is_seen_is_wrong(layout):
     """Padding, or the sequence before in a packed batch."""
@@ -232,19 +203,6 @@ def test_too_little_memory_for_a_shape_is_a_reason(monkeypatch):
     monkeypatch.setattr(timing, "draw_sets", no_memory)
     rows = measure(Implementation("good", exact_sdpa))
     assert {row.reason for row in rows.values()} == {"OutOfMemoryError: CUDA out of memory"}
-
-
-def test_reasons_that_pytorch_gives_as_warnings():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for text in (
-            "CuDNN attention kernel not used because:",
-            "Head size must be a multiple of 8 (Triggered internally at somewhere.cpp:12.)",
-            "Flash attention has been runtime disabled.",
-        ):
-            warnings.warn(text, stacklevel=1)
-    reason = registry.explain(RuntimeError("No available kernel. Aborting execution."), caught)
-    assert reason.endswith("No available kernel. Aborting execution. Head size must be a multiple of 8")
 
 
 def test_absent_and_broken_packages_are_listed(monkeypatch):
@@ -324,73 +282,26 @@ def test_peers_on_a_gpu_compute_the_same(window, layout):
 # --- The command --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder, the JSON and the Markdown of the whole command."""
-    folder = tmp_path_factory.mktemp("bench") / "new"
-    bench.main([*SMALL, "--configs", "default", "paper", "--out", str(folder / "v1.2")])
-    return folder, json.loads((folder / "v1.2.json").read_text()), (folder / "v1.2.md").read_text()
-
-
-def test_rows_are_all_there_and_all_passed(run):
-    report = run[1]
+def test_the_command_measures_all_rows(tmp_path):
+    bench.main([*SMALL, "--configs", "default", "paper", "--out", str(tmp_path / "new" / "v1.2")])
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["v1.2.json", "v1.2.md", "v1.2.png"]
+    report = json.loads((tmp_path / "new" / "v1.2.json").read_text())
     rows = report["rows"]
-    found = [(row["implementation"], row["mode"], *row["shape"].values()) for row in rows]
-    assert len(found) == len(set(found)) == 3 * 3 * 2 * 2
+    found = {(row["implementation"], row["mode"], *row["shape"].values()) for row in rows}
+    assert len(rows) == len(found) == 3 * 3 * 2 * 2
     assert ("sagebwd paper", "backward", 2, 2, 40, 32, True, -1, -1, "dense") in found
     assert ("SDPA math", "forward", 3, 2, 24, 32, False, -1, -1, "dense") in found
-    assert {row["status"] for row in rows} == {"passed"}
-    ran = {(row["implementation"], row["kernels"]) for row in rows}
-    assert ran == {("sagebwd", "reference"), ("sagebwd paper", "reference"), ("SDPA math", None)}
-    assert all(row["tflops"] > 0 and row["extra_memory"] is None for row in rows)
-    assert report["command"].startswith("python -m scripts.bench.attention --device cpu --lengths 40 24 ")
-    assert (report["hardware"]["name"], report["versions"]["torch"]) == ("cpu", torch.__version__)
+    ran = {(row["implementation"], row["kernels"], row["status"]) for row in rows}
+    sage = {(name, "reference", "passed") for name in ("sagebwd", "sagebwd paper")}
+    assert ran == {*sage, ("SDPA math", None, "passed")}
+    assert all(row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] and row["tflops"] > 0 for row in rows)
     assert (report["settings"]["repetitions"], report["shapes"]) == (2, "4 of 4")
-    assert report["configs"]["sagebwd paper"]["D 32"]["block_q"] == 128
     assert report["absent"]["cuDNN"] == "measured with --device cuda only"
-
-
-def test_markdown_has_speed_and_accuracy(run):
-    _, report, text = run
-    row = next(row for row in report["rows"] if row["mode"] == "both" and row["shape"]["tokens"] == 24)
-    section = text.split("## Forward + backward, causal, D 32")[1].splitlines()
-    line = next(line for line in section if line.startswith("| SageBwd  ") and "| 24 |" in line)
+    row = next(row for row in rows if row["mode"] == "both" and row["shape"]["tokens"] == 24)
+    section = (tmp_path / "new" / "v1.2.md").read_text().split("## Forward + backward, causal, D 32")[1]
+    line = next(line for line in section.splitlines() if line.startswith("| SageBwd  ") and "| 24 |" in line)
     assert f" {row['median_ms']:.3f} " in line
-    assert f" {row['p10_ms']:.3f} – {row['p90_ms']:.3f} " in line
-    for _, error in row["errors"].values():
-        assert f" {error:.4f} " in line
-    for title in ("Forward", "Backward"):
-        for mask in ("causal", "full"):
-            assert f"## {title}, {mask}, D 32" in text
-
-
-def test_nothing_else_is_written(run):
-    folder = run[0]
-    assert sorted(path.name for path in folder.iterdir()) == ["v1.2.json", "v1.2.md", "v1.2.png"]
-    assert (folder / "v1.2.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_committed_results_can_be_read():
-    """They have the rows of older versions."""
-    result = output.read_result(bench.ROOT / "results/speed/bench_windows.json.gz")
-    rows = tables.rows_of(result)
-    assert "window 1024,0" in {row.shape.mask for row in rows}
-    assert "SageBwd" in tables.to_markdown(result, rows)
-    assert tables.look_of("sagebwd exact δ").title == "SageBwd exact δ"
-
-
-def test_files_hold_failures_and_no_nan(tmp_path):
-    errors = {"out": (math.nan, math.inf)}
-    rows = [
-        Row("sagebwd", SHAPE, "both", "failed accuracy", "O has relative L2 error nan", errors=errors),
-        Row("cuDNN", SHAPE, "both", "refused", "RuntimeError: no"),
-    ]
-    result = bench.describe_results([], bench.parse_arguments(SMALL)) | {"absent": {}, "shapes": "1 of 1"}
-    output.write_tables(tmp_path / "bench", result, rows, tables.to_markdown(result, rows))
-    tables.draw(rows, tmp_path / "bench.png", result)
-    stored = json.loads((tmp_path / "bench.json").read_text(), parse_constant=pytest.fail)["rows"]
-    assert stored[0]["errors"]["out"] == [None, None]
-    assert "- SageBwd: failed accuracy: O has relative L2 error nan" in (tmp_path / "bench.md").read_text()
+    assert all(f" {error:.4f} " in line for _, error in row["errors"].values())
 
 
 def test_everything_that_is_measured_has_a_look_of_its_own():

@@ -43,16 +43,6 @@ def test_a_run_has_the_shape_that_was_asked_for(compose_settings):
     assert (settings.steps, settings.log_every) == (3, 1)
 
 
-def test_one_device_has_no_way_to_be_parallel():
-    options = ["--attention", "fpa", "sagebwd", "fpa", "--devices", "1", "2"]
-    rows = bench.rows_to_measure(bench.parse_arguments([*SMALL, *options]))
-    assert [row.name for row in rows] == [
-        *("fpa, context 32", "sagebwd, context 32"),
-        *("fpa, context 32, 2 × ddp", "sagebwd, context 32, 2 × ddp"),
-        *("fpa, context 32, 2 × fsdp", "sagebwd, context 32, 2 × fsdp"),
-    ]
-
-
 def test_speed_is_that_after_the_warm_up(tmp_path):
     directory = RunDirectory(tmp_path)
     records = [

@@ -115,41 +115,31 @@ def check_row(row, captured, sequences_per_step):
 
 def check_refusals(folder):
     """Before anything is measured, with what is wrong and how to fix it."""
-    run = str(folder / "run")
-    for arguments, message in (
-        (
-            [run, "--sequences", "9999999"],
-            r"run has \d+ sequences of 37 tokens; use --sequences \d+ or fewer",
-        ),
-        ([run, "--step", "1"], "no checkpoint of step 1; there: 2, 3"),
-        ([str(folder / "nowhere")], "no metrics.jsonl under .*nowhere"),
+    run = folder / "run"
+
+    def refused(message, *options, place=run):
+        with pytest.raises(SystemExit, match=message) as stop:
+            layers.main([str(place), *options, "--device", "cpu", "--out", str(folder / "refused")])
+        assert "\n" not in stop.value.code
+
+    refused(r"run has \d+ sequences of 37 tokens; use --sequences \d+", "--sequences", "9999999")
+    refused("no checkpoint of step 1; there: 2, 3", "--step", "1")
+    refused("no metrics.jsonl under .*nowhere", place=folder / "nowhere")
+    for damaged, message, *options in (
+        ("checkpoints/step_00000002/.metadata", r"^run: .*step_00000002 is damaged", "--step", "2"),
+        ("weights/model.safetensors", r"run is finished, but weights/model\.safetensors is"),
     ):
-        with pytest.raises(SystemExit, match=message):
-            layers.main([*arguments, "--device", "cpu", "--out", str(folder / "refused")])
-    for damaged, arguments, message in (
-        (
-            "checkpoints/step_00000002/.metadata",
-            ["--step", "2"],
-            r"^run: .*step_00000002 is damaged \(.metad",
-        ),
-        ("weights/model.safetensors", [], r"run is finished, but weights/model\.safetensors is"),
-        ("checkpoints/step_00000003/seal.json", [], "step_00000003 is damaged .*; delete that folder"),
-    ):
-        file = folder / "run" / damaged
+        file = run / damaged
         whole = file.read_bytes()
         file.write_bytes(whole[:-9])
-        with pytest.raises(SystemExit, match=message) as stop:
-            layers.main([run, *arguments, "--device", "cpu", "--out", str(folder / "refused")])
-        assert "\n" not in stop.value.code
+        refused(message, *options)
         file.write_bytes(whole)
-    config = folder / "run" / "config.yaml"
+    config = run / "config.yaml"
     config.write_text(config.read_text() + "unheard_of: 1\n")
-    with pytest.raises(SystemExit, match=r"not of this version of the code: .*unheard_of"):
-        layers.main([run, "--device", "cpu"])
-    (folder / "run" / "DONE").unlink()
+    refused(r"not of this version of the code: .*unheard_of")
+    (run / "DONE").unlink()
     config.write_text(config.read_text().replace("unheard_of: 1\n", ""))
-    with pytest.raises(SystemExit, match=r"no finished weights; leave it out, train it to its end .*--step"):
-        layers.main([run, "--device", "cpu"])
+    refused(r"no finished weights; leave it out, train it to its end .*--step")
     assert not list(folder.glob("refused*"))
 
 

@@ -1,6 +1,7 @@
 """From run directories to stored runs, and from these to differences and the forest plot."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,18 +165,6 @@ def test_a_difference_stands_beside_its_null(make_pairs, tmp_path, capsys):
     assert (tmp_path / "figure.png").exists()
 
 
-def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
-    values = np.linspace(5, 3, 40)
-    runs = [read_run(make_run("f", values), text="a"), read_run(make_run("s", values + 1, *SAGE), text="b")]
-    assert compare(runs) == []
-    runs[1]["group"] = runs[0]["group"]
-    [row] = compare(runs)
-    assert row.losses["training"].mean == pytest.approx(1)
-    assert row.losses["training"].half_width is None
-    large = [read_run(make_run("f2", values, LARGE_TPS)), read_run(make_run("s2", values, LARGE_TPS, *SAGE))]
-    assert len({row.setup for row in compare([*runs, *large])}) == 2
-
-
 def test_a_branch_has_an_interval_of_its_own_over_starting_models(make_run):
     """Student's t of the paired differences; full precision counts as the mean of its two kernels.
 
@@ -206,17 +195,6 @@ def test_a_branch_has_an_interval_of_its_own_over_starting_models(make_run):
         )
     for row in compare([run for run in runs if run["seed"] == 1]):
         assert row.losses["training"].half_width is None
-
-
-def test_setups_have_names_of_their_own(make_run):
-    """Also those that differ in the text alone."""
-    values = np.linspace(5, 3, 40)
-    runs = [
-        read_run(make_run(f"{text}{len(overrides)}", values, *overrides), text=text)
-        for text in ("a", "b")
-        for overrides in ((), SAGE)
-    ]
-    assert len({row.setup for row in compare(runs)}) == 2
 
 
 def test_a_run_in_two_files_counts_once_and_a_repetition_is_a_null(make_run):
@@ -259,13 +237,28 @@ def test_more_tokens_per_step_are_compared_with_fewer():
     assert both.losses["training"].half_width > max(large.half_width, small.half_width)
 
 
+def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
+    """Setups that differ in the text alone have names of their own."""
+    values = np.linspace(5, 3, 40)
+    runs = [
+        read_run(make_run(f"{text}{gap}{step}", values + gap, *own, *step), text=text)
+        for text in ("a", "b")
+        for gap, own in ((0, ()), (1, SAGE))
+        for step in ((), (LARGE_TPS,))
+    ]
+    assert compare(runs[:1] + runs[-1:]) == []
+    rows = compare(runs)
+    assert len({row.setup for row in rows}) == len(rows) == 4
+    assert {round(row.losses["training"].mean, 5) for row in rows} == {1}
+    assert {row.losses["training"].half_width for row in rows} == {None}
+
+
 def test_runs_that_are_gone_are_merged_from_their_json(make_pairs, tmp_path):
     paths = list(map(str, make_pairs()))
-    curves.main([*paths, "--out", str(tmp_path / "whole")])
     curves.main([*paths[:3], "--out", str(tmp_path / "part")])
     curves.main([str(tmp_path / "part.json.gz"), *paths[3:], "--out", str(tmp_path / "part")])
-    whole, part = (read_json(tmp_path / f"{name}.json") for name in ("whole", "part"))
-    assert part["runs"] == whole["runs"]
+    runs = read_json(tmp_path / "part.json")["runs"]
+    assert runs == [read_run(Path(path)) for path in paths]
 
 
 def test_what_is_no_run_is_named(tmp_path, make_run):

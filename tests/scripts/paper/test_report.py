@@ -122,8 +122,3 @@ def arm_by_hand(run):
     if len(settings["int8_matmuls"]) != 6:
         changed.add("int8_matmuls")
     return "-".join(["sagebwd", *["paper"] * (settings["granularity"] == "block"), *sorted(changed)])
-
-
-def test_a_name_that_is_not_known_is_an_error(known):
-    with pytest.raises(KeyError, match="table9"):
-        fill("{{ table9 }}", known)

@@ -1,38 +1,18 @@
-"""Table 1 of the paper: the script's numbers, pinned, and its command line."""
+"""Table 1 of the paper: the script's numbers are those on record, and its command line."""
 
 import json
 
 import pytest
 import torch
 
+from scripts.output import read_json
 from scripts.paper import table1
 from scripts.paper.published import TABLE_1
 from scripts.paper.table1 import TENSORS, measure
+from tests.cli import ROOT
 
-#: Relative L2 of O, dQ, dK, dV that the script measures at its default settings, by σ.
-MEASURED = {
-    "block": {
-        1: (0.0169, 0.0477, 0.0473, 0.0554),
-        3: (0.0389, 0.0775, 0.0772, 0.0397),
-        5: (0.0634, 0.1965, 0.1937, 0.0642),
-        8: (0.1004, 0.4697, 0.4541, 0.1014),
-        10: (0.1203, 0.6680, 0.6493, 0.1219),
-    },
-    "row": {
-        1: (0.0169, 0.0184, 0.0210, 0.0204),
-        3: (0.0389, 0.0765, 0.0762, 0.0393),
-        5: (0.0634, 0.1963, 0.1935, 0.0642),
-        8: (0.1004, 0.4696, 0.4540, 0.1013),
-        10: (0.1203, 0.6679, 0.6492, 0.1219),
-    },
-    "default": {
-        1: (0.0179, 0.0202, 0.0190, 0.0182),
-        3: (0.0392, 0.0786, 0.0782, 0.0391),
-        5: (0.0622, 0.1968, 0.1971, 0.0626),
-        8: (0.0968, 0.4608, 0.4527, 0.0977),
-        10: (0.1143, 0.6471, 0.6387, 0.1155),
-    },
-}
+#: What the script measured at its default settings.
+RECORD = read_json(ROOT / "results/accuracy/table1.json")
 
 
 @pytest.fixture(scope="module", params=TABLE_1)
@@ -43,9 +23,10 @@ def measured(request):
 
 def test_numbers_are_those_on_record(measured):
     sigma, errors = measured
-    for variant, record in MEASURED.items():
-        found = [relative_l2 for _, relative_l2 in errors[variant].values()]
-        assert found == pytest.approx(record[sigma], rel=0.01), variant
+    record = {row["variant"]: row for row in RECORD["rows"] if row["sigma"] == sigma}
+    for variant, found in errors.items():
+        for tensor, (_, relative_l2) in found.items():
+            assert relative_l2 == pytest.approx(record[variant][tensor][1], rel=0.01), (variant, tensor)
 
 
 def test_row_scales_reproduce_the_paper(measured):
@@ -67,17 +48,8 @@ def test_command_line(tmp_path, capsys):
     table1.main([*sizes, "--no-causal", "--seed", "3", "--dtype", "bfloat16", "--out", str(out)])
 
     report = json.loads(out.read_text())
-    assert report["settings"] == {
-        "tokens": 40,
-        "head_dim": 16,
-        "batch": 2,
-        "heads": 2,
-        "causal": False,
-        "all_shapes": False,
-        "dtype": "bfloat16",
-        "seed": 3,
-        "device": "cpu",
-    }
+    asked = {"tokens": 40, "causal": False, "dtype": "bfloat16", "seed": 3, "device": "cpu"}
+    assert asked.items() <= report["settings"].items()
     tiles = {name: (config["block_q"], config["block_kv"]) for name, config in report["variants"].items()}
     assert tiles == {"block": (128, 64), "row": (128, 64), "default": (64, 128)}
     assert report["versions"]["torch"] == torch.__version__
@@ -86,8 +58,6 @@ def test_command_line(tmp_path, capsys):
     ]
     assert all(0 < row[name][1] < 2 for row in report["rows"] for name in TENSORS)
     assert report["command"].startswith("python -m scripts.paper.table1 --tokens 40")
-    assert sorted(path.name for path in out.parent.iterdir()) == ["table1.json", "table1.png"]
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
     printed = capsys.readouterr().out
     assert "0.9999/0.0160" in printed
@@ -108,10 +78,3 @@ def test_all_shapes(tmp_path):
     one = [r for r in json.loads((tmp_path / "one.json").read_text())["rows"] if r["variant"] != "paper"]
     assert [row["dq"] for row in causal] == [row["dq"] for row in one]
     assert len(table1.shapes(table1.parse_arguments(["--all-shapes"]))) == 8
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to use")
-def test_refuses_a_missing_gpu(capsys):
-    with pytest.raises(SystemExit):
-        table1.parse_arguments(["--device", "cuda"])
-    assert "torch sees no GPU" in capsys.readouterr().err
