@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
@@ -11,7 +13,14 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
 from sagebwd.kernels.lse import with_sinks
-from sagebwd.validation import cast_to_autocast_dtype, check_arguments, check_documents, check_sinks
+from sagebwd.validation import (
+    cast_to_autocast_dtype,
+    check_arguments,
+    check_backward_mode,
+    check_documents,
+    check_sinks,
+    is_autocast,
+)
 from sagebwd.window import FULL, Window
 
 
@@ -91,9 +100,12 @@ def sage_attention(
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
-    check_arguments(query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
+    asked, window = _checked(
+        query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p,
+        is_causal=is_causal, window_size=window_size,
+    )  # fmt: skip
+    check_backward_mode(query, key, value)
     check_sinks(sinks, query)
-    asked = Window.of(is_causal, window_size)
     mask = masks.find_key_mask(query, key, attn_mask, key_padding_mask)
     q, k, v = cast_to_autocast_dtype(query, key, value)
     head_dim, value_dim = query.shape[-1], value.shape[-1]
@@ -101,7 +113,6 @@ def sage_attention(
     if not is_plain:
         q, k, v = (_as_plain(x, max(head_dim, value_dim)) for x in (q, k, v))
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
-    window = asked.narrowed(q.shape[-2], k.shape[-2])
     if mask is not None:
         has_documents = cu_seqlens is not None
         mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
@@ -123,6 +134,36 @@ def sage_attention(
         out = out.reshape(*query.shape[:-1], value_dim)
         lse = lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
+
+
+#: Windows of calls whose arguments were right, by what the calls looked like.
+_windows: dict[tuple[Any, ...], tuple[Window, Window]] = {}
+#: How many are remembered.
+REMEMBERED = 8192
+#: Settings of other types may change, or are wrong, and are looked at each time.
+_HASHABLE = {bool, int, float, str, tuple, type(None), SageConfig}
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Window, Window]:
+    """The window of the call, and the same without limits that hide nothing. Raises what is wrong.
+
+    Calls that look the same are checked once.
+    """
+    signature = None
+    is_plain = type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(map(type, settings.values()))
+    if is_plain and not (torch.compiler.is_compiling() or q.is_nested or k.is_nested or v.is_nested):
+        known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
+        signature = (*known, is_autocast(q.device.type), *settings.values())
+        if (found := _windows.get(signature)) is not None:
+            return found
+    asked = Window.of(settings.pop("is_causal"), settings.pop("window_size"))
+    check_arguments(q, k, v, **settings)
+    windows = asked, asked.narrowed(q.shape[-2], k.shape[-2])
+    if signature is not None:
+        if len(_windows) >= REMEMBERED:
+            _windows.clear()
+        _windows[signature] = windows
+    return windows
 
 
 def _as_plain(x: Tensor, width: int) -> Tensor:

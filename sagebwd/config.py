@@ -187,6 +187,9 @@ class SageConfig:
         made_by = "SageConfig" if preset == "default" else f"SageConfig.{preset}"
         return f"{made_by}({', '.join(f'{name}={value!r}' for name, value in changes.items())})"
 
+    def __hash__(self) -> int:
+        return hash(self._text)
+
     def tile(self, head_dim: int) -> tuple[int, int]:
         """(queries, keys) of a tile: what is set, and 64 × 128, or 64 × 64 for heads larger than 128."""
         queries, keys = TILE if head_dim <= 128 else TILE_OF_LARGE_HEADS

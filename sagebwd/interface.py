@@ -68,6 +68,16 @@ class AttentionParams(NamedTuple):
     pack_for_backward: bool = False
 
     @property
+    def boundaries(self) -> tuple[Tensor | None, Tensor | None]:
+        """The tensors among these: ``cu_seqlens`` and ``cu_seqlens_kv``."""
+        return self.cu_seqlens, self.cu_seqlens_kv
+
+    def with_documents(self, cu_seqlens: Tensor | None, cu_seqlens_kv: Tensor | None) -> AttentionParams:
+        """The same with these :attr:`boundaries`."""
+        is_same = self.cu_seqlens is cu_seqlens and self.cu_seqlens_kv is cu_seqlens_kv
+        return self if is_same else self._replace(cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv)
+
+    @property
     def kv_boundaries(self) -> Tensor | None:
         """The boundaries of documents in k and v; None without packing."""
         own = self.cu_seqlens is not None and self.cu_seqlens_kv is not None
@@ -89,8 +99,7 @@ class AttentionParams(NamedTuple):
 
         ``sagebwd::forward`` takes ``pack_for_backward`` after these.
         """
-        boundaries = (self.cu_seqlens, self.cu_seqlens_kv)
-        return (*boundaries, *self.window, self.scale, encode(self.config), self.kernels)
+        return (*self.boundaries, *self.window, self.scale, encode(self.config), self.kernels)
 
     @classmethod
     def unflatten(

@@ -28,7 +28,6 @@ def check_arguments(
     """Raise ValueError unless the arguments describe an attention that SageBwd computes."""
     _check_dropout(dropout_p)
     _check_tensors(q, k, v)
-    check_backward_mode(q, k, v)
     _check_shapes(q, k, v, enable_gqa)
     _check_scale(scale)
     check_config(config)

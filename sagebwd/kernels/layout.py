@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from sagebwd.interface import AttentionParams
 
 def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:
     """A tensor (B, heads, tokens, D) of which only the shape and the dtype can be read."""
-    return like.new_empty(()).expand(like.shape[0], heads, tokens, like.shape[3])
+    return like.new_empty_strided((like.shape[0], heads, tokens, like.shape[3]), (0, 0, 0, 0))
 
 
 def empty_result(x: Tensor) -> Tensor:
@@ -66,34 +67,50 @@ class Axis(NamedTuple):
 
     @classmethod
     def of(cls, n: int, block: int, cu_seqlens: Tensor | None) -> Axis:
-        """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise."""
+        """Cut ``n`` tokens into blocks, none across a boundary of ``cu_seqlens``. Does not synchronise.
+
+        ``cu_seqlens`` of a plan is an operand, and so are the segments.
+        """
         if cu_seqlens is None:
-            return whole_axis(n, block)
-        start = document_starts(cu_seqlens, n)
-        return cls._of_documents(n, block, torch.cat([start, start[-1:]]))
+            return cls(n, block, block_count(n, block, 1), 1, None)
+        documents = len(cu_seqlens) - 1
+        (start,) = _computed(lambda x: (_padded_starts(x, n),), cu_seqlens, [(documents + 2,)])
+        return cls._of_documents(n, block, documents, start)
 
     @classmethod
-    def _of_documents(cls, n: int, block: int, start: Tensor) -> Axis:
+    def _of_documents(cls, n: int, block: int, documents: int, start: Tensor) -> Axis:
         """``start`` is that of :class:`Segments`."""
-        documents = len(start) - 2
         blocks = block_count(n, block, documents)
-        per_document = (start.diff() + block - 1) // block
-        first_block = torch.nn.functional.pad(per_document.cumsum(0), (1, 0))
-        indices = torch.arange(blocks, device=start.device)
-        document = torch.searchsorted(first_block[1:-1].contiguous(), indices, right=True)
-        return cls(n, block, blocks, documents, Segments(document.int(), start, first_block.int()))
+        find = functools.partial(_find_blocks, block=block, blocks=blocks)
+        document, first_block = _computed(find, start, [(blocks,), (documents + 2,)])
+        return cls(n, block, blocks, documents, Segments(document, start, first_block))
 
     def with_block(self, block: int) -> Axis:
         """The same tokens and documents in blocks of another size."""
+        if block == self.block:
+            return self
         if self.segments is None:
             return Axis.of(self.n, block, None)
-        return self._of_documents(self.n, block, self.segments.start)
+        return self._of_documents(self.n, block, self.documents, self.segments.start)
 
 
-@functools.lru_cache
-def whole_axis(n: int, block: int) -> Axis:
-    """:class:`Axis` of ``n`` tokens without packed documents; remembered, because every call asks for two."""
-    return Axis(n, block, block_count(n, block, 1), 1, None)
+def _computed(function: Callable[[Tensor], Sequence[Tensor]], x: Any, shapes: Sequence[Any]) -> Any:
+    """``function(x)``; for an operand of a plan, what that will be, in these shapes."""
+    return function(x) if isinstance(x, Tensor) else x.call(function, shapes)
+
+
+def _padded_starts(cu_seqlens: Tensor, n: int) -> Tensor:
+    start = document_starts(cu_seqlens, n)
+    return torch.cat([start, start[-1:]])
+
+
+def _find_blocks(start: Tensor, block: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """``document`` and ``first_block`` of :class:`Segments`."""
+    per_document = (start.diff() + block - 1) // block
+    first_block = torch.nn.functional.pad(per_document.cumsum(0), (1, 0))
+    indices = torch.arange(blocks, device=start.device)
+    document = torch.searchsorted(first_block[1:-1].contiguous(), indices, right=True)
+    return document.int(), first_block.int()
 
 
 class Axes(NamedTuple):

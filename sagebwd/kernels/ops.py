@@ -5,8 +5,8 @@
 by :mod:`sagebwd.dispatch` before: neither the operators nor their fakes ask which GPU there is. On a GPU
 neither waits for the device.
 
-They are defined by parts of torch.library instead of ``custom_op``, and :func:`attend` takes a shorter way
-where nothing is traced. That saves a sixth of the host's time, which decides at short sequences.
+Where nobody can tell the difference, :func:`attend` calls the kernel set without them: at short sequences the
+host's time decides.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ BACKWARD = (
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
     """Out and what the backward needs; :func:`needed_by_backward` tells what it needs of q, k and v."""
     check_backward_mode(q, k, v)  # for those who call the operator itself
-    params = _narrowed(q, k, arguments)
-    with torch.cuda.device_of(q):  # which may not be the current one
+    return _run_forward(q, k, v, _narrowed(q, k, arguments))
+
+
+def _run_forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+    with _on_device_of(q):
         return kernel_set(params.kernels).forward(q, k, v, params)
 
 
@@ -105,16 +108,28 @@ def _backward(
             "is INT8, without v if packed_kv holds V"
         )
     q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
-    params = _narrowed(q, k, arguments)
     saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
-    with torch.cuda.device_of(q):
-        grad_lse = _natural_gradient(grad_lse, params)
-        return kernel_set(params.kernels).backward(grad_out, q, k, v, saved, params, grad_lse)
+    return _run_backward(grad_out, (q, k, v), saved, _narrowed(q, k, arguments), grad_lse)
 
 
-def _natural_gradient(grad_lse: Tensor | None, params: AttentionParams) -> Tensor | None:
-    """The gradient of lse to base e, as kernel sets take it, from that of ``ForwardResult.lse``."""
-    return None if grad_lse is None else (grad_lse / log_of_base(params)).contiguous()
+def _run_backward(
+    grad_out: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    saved: ForwardResult,
+    params: AttentionParams,
+    grad_lse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``grad_lse`` is that of ``saved.lse``."""
+    with _on_device_of(grad_out):
+        if grad_lse is not None:  # to base e, as kernel sets take it
+            grad_lse = (grad_lse / log_of_base(params)).contiguous()
+        return kernel_set(params.kernels).backward(grad_out, *qkv, saved, params, grad_lse)
+
+
+def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """The device of x may not be the current one."""
+    is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if is_current else torch.cuda.device_of(x)
 
 
 def _fake_backward(
@@ -136,7 +151,8 @@ def _with_stand_ins(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v, or what has their shapes and dtypes."""
     q = out if q is None else q
-    return q, *(stand_in(q, kv_heads, kv_tokens) if x is None else x for x in (k, v))
+    k = stand_in(q, kv_heads, kv_tokens) if k is None else k
+    return q, k, stand_in(q, kv_heads, kv_tokens) if v is None else v
 
 
 def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionParams:
@@ -181,7 +197,7 @@ def needed_by_backward(
 
 def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """``ForwardResult.k_mean`` alone."""
-    with torch.cuda.device_of(k):
+    with _on_device_of(k):
         return kernel_set(params.kernels).token_mean(k, params)
 
 
@@ -199,9 +215,9 @@ def _save_for_backward(
 ) -> None:
     """``others`` are those of :meth:`_Attention.backward`."""
     ctx.kv_sizes = k.shape[1:3]
-    ctx.params = params._replace(cu_seqlens=None, cu_seqlens_kv=None)  # tensors are saved below
+    ctx.params = params.with_documents(None, None)  # tensors are saved below
     needed = needed_by_backward(q, k, v, result, params)
-    ctx.save_for_backward(*needed, *result, params.cu_seqlens, params.cu_seqlens_kv, *others)
+    ctx.save_for_backward(*needed, *result, *params.boundaries, *others)
     ctx.set_materialize_grads(False)
 
 
@@ -224,15 +240,18 @@ class _Saved(NamedTuple):
     def of(cls, ctx: Any) -> _Saved:
         (q, k, v, *result), n = ctx.saved_tensors, len(ForwardResult._fields)
         cu_seqlens, cu_seqlens_kv, *others = result[n:]
-        params = ctx.params._replace(cu_seqlens=cu_seqlens, cu_seqlens_kv=cu_seqlens_kv)
+        params = ctx.params.with_documents(cu_seqlens, cu_seqlens_kv)
         return cls((q, k, v), ctx.kv_sizes, ForwardResult(*result[:n]), params, tuple(others))
 
     def gradients(
         self, grad_out: Tensor | None, grad_lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv."""
+        """dq, dk, dv; with create_graph the operator refuses to give more."""
         needed, kv_sizes, result, params, _ = self
         grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
+        if not torch.is_grad_enabled() and not _is_watched(grad_out, *needed, *params.boundaries):
+            qkv = _with_stand_ins(*needed, *kv_sizes, result.out)
+            return _run_backward(grad_out, qkv, result, params, grad_lse)
         return ops.backward.default(grad_out, *needed, *kv_sizes, *result, *params.flatten(), grad_lse)
 
 
@@ -279,13 +298,21 @@ when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
 when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
 
 
-def _below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Skips the operators' layer of autograd, in Python, which has nothing to do where no graph is recorded.
+#: Tensors that stand for themselves.
+PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
-    Dispatch modes, tensor subclasses and profilers still see the operators.
-    """
-    is_recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
-    return contextlib.nullcontext() if is_recorded else torch._C._AutoDispatchBelowAutograd()
+
+def _is_watched(*tensors: Tensor | None) -> bool:
+    """Whether someone would miss the operators: modes, tensor subclasses, tracers, profilers."""
+    return (
+        not PLAIN_TYPES.issuperset(map(type, tensors))
+        or tensors[0].is_meta
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd._profiler_enabled()
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -315,8 +342,10 @@ def _forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, params: AttentionParams, with_lse: bool
 ) -> tuple[ForwardResult, Tensor | None]:
     """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
-    with _below_autograd():
+    if _is_watched(q, k, v, *params.boundaries):
         result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
+    else:
+        result = _run_forward(q, k, v, params)
     if sinks is None and not with_lse:
         return result, None
     lse = natural_lse(q, result.lse, result.k_mean, params)
@@ -334,8 +363,7 @@ def _gradients_with_lse(
         of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
     dq = dk = dv = dsinks = None
     if needs_qkv:
-        with _below_autograd():  # with create_graph the operator refuses
-            dq, dk, dv = saved.gradients(grad_out, of_result)
+        dq, dk, dv = saved.gradients(grad_out, of_result)
     if grad_lse is not None or sinks is not None:
         dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
     return dq, dk, dv, dsinks
@@ -357,7 +385,8 @@ def attend(
     if has_gradient and is_transformed and not is_compiling:
         _refuse_torch_func()
     # A DTensor cannot shard what is packed.
-    params = params._replace(pack_for_backward=has_gradient and type(k) is Tensor)
+    if has_gradient and type(k) is Tensor:
+        params = params._replace(pack_for_backward=True)
     if is_compiling or is_transformed:  # by the gradients of the parts, which compilers fuse
         out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None

@@ -12,14 +12,13 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, pointers
+from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
 from sagebwd.kernels.cuda.backward import Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
@@ -31,6 +30,7 @@ from sagebwd.kernels.cuda.packing import (
     packed_head_dim,
     with_whole_pieces,
 )
+from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
@@ -58,17 +58,12 @@ def sources_for(architecture: str) -> Sources:
     return Sources(architecture, (Path(__file__).parent, SHARED))
 
 
-@functools.cache
-def _packer(architecture: str, layout: PackedLayout) -> Packer:
-    return Packer(sources_for(architecture), layout)
-
-
-def _packer_for(x: Tensor, config: SageConfig) -> Packer:
+def _packer_for(x: Operand, config: SageConfig) -> Packer:
     """Packs for these settings on the GPU of ``x``, for its head size."""
-    return _packer(_architecture(x.device), PackedLayout.of(config, x.shape[3], packs_16bit=False))
+    sources = sources_for(_architecture(x.device))
+    return Packer(sources, PackedLayout.of(config, x.shape[3], packs_16bit=False))
 
 
-@functools.cache
 def _architecture(device: torch.device) -> str:
     """As NVRTC takes it; without a GPU the oldest, for tests that compile nothing."""
     if device.type != "cuda":
@@ -78,7 +73,7 @@ def _architecture(device: torch.device) -> str:
 
 def _launch(
     name: str,
-    q: Tensor,
+    q: Operand,
     params: AttentionParams,
     arguments: CForward | CBackward,
     *,
@@ -101,33 +96,37 @@ def _launch(
         TOKEN_SCALES=token_scales, P_16BIT=p_16bit, S_16BIT=s_16bit, TILE_Q=tile[0], TILE_KV=tile[1],
         UNPACKED_16BIT=True, **defines,
     )  # fmt: skip
-    kernel.launch(arguments.axes.work_tiles, cta.threads, arguments, CWindow.of(params.window))
+    grid = arguments.axes.work_tiles
+    q.plan.launch(kernel, grid, cta.threads, arguments, CWindow.of(params.window))
 
 
 # --- Attention --------------------------------------------------------------------------------------------
 
 
-def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+@planned_mean
+def token_mean(k: Operand, params: AttentionParams) -> Operand:
     """See :mod:`sagebwd.interface`."""
-    return mean_alone(_packer_for(k, params.config), k, params)
+    return mean_alone(k, _packer_for(k, params.config), params)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+@planned_forward
+def forward(q: Operand, k: Operand, v: Operand, params: AttentionParams) -> ForwardResult:
     """See :mod:`sagebwd.interface`."""
     v = v if params.config.is_int8("o") else with_whole_pieces(v)
     packer = _packer_for(q, params.config)
     return cuda_forward.forward(q, k, v, params, packer=packer, launch=_launch, work_tokens=128)
 
 
+@planned_backward
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_out: Operand,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     saved: ForwardResult,
     params: AttentionParams,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_lse: Operand | None,
+) -> tuple[Operand, ...]:
     """See :mod:`sagebwd.interface`. V is not packed, so v is no stand-in."""
     config, axes = params.config, Axes.of(q, k, params)
     # Not laid out as a copy of v is. No CTA visits queries that see no key.
@@ -135,7 +134,7 @@ def backward(
     grad_out, v = with_whole_pieces(grad_out), with_whole_pieces(v)
     q_blocks = q.shape[0] * q.shape[1] * axes.q.blocks
     # How many blocks of keys were added to dQ of each packed block of queries; the counter of work tiles.
-    call, columns = prepare(
+    call = prepare(
         grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, config), gradients=gradients, counters=q_blocks + 1,
     )  # fmt: skip
@@ -149,8 +148,7 @@ def backward(
     tile_counter = turns + 4 * q_blocks
     work = CAxes.of(q, k, axes, of_keys=True, tokens=block_kv, tile_counter=tile_counter)
     arguments = CBackward(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        None if packed_k_columns is None else packed_k_columns.data_ptr(),
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv, packed_k_columns),
         CTokenTensor.of(v), CTokenTensor.of(grad_out), *(x.target for x in gradients),
         dq_sums.data_ptr(), turns, work, params.scale,
     )  # fmt: skip
@@ -158,4 +156,4 @@ def backward(
     scales_of_tiles = config.granularity == "block"
     macros = {"SCALES_OF_TILES": scales_of_tiles, "DP_FP16": config.dp_fp16_accumulation, **call.macros}
     _launch(source, q, params, arguments, **macros)
-    return gradients.finish()
+    return tuple(x.tensor for x in gradients)

@@ -1,15 +1,13 @@
-"""Arguments of CUDA kernels: structures as C lays them out, results to fill, and values for the driver."""
+"""Arguments of CUDA kernels: structures as C lays them out, and results to fill."""
 
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
-from sagebwd.kernels.layout import Axis, Segments, empty_result
+from sagebwd.kernels.cuda.plan import Operand
+from sagebwd.kernels.layout import Axis, Segments
 from sagebwd.window import Window
 
 #: For kernels, no limit of a window: more than all tokens, so that sums with it do not overflow.
@@ -19,6 +17,11 @@ NO_LIMIT = 2**30
 def pointers(*names: str) -> list[tuple[str, type]]:
     """Fields of a structure that are pointers."""
     return [(name, ctypes.c_void_p) for name in names]
+
+
+def addresses(*operands: Operand | None) -> list[int]:
+    """Pointers to these, null for None."""
+    return [0 if x is None else x.data_ptr() for x in operands]
 
 
 class CTokenTensor(ctypes.Structure):
@@ -33,7 +36,7 @@ class CTokenTensor(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, x: Tensor) -> CTokenTensor:
+    def of(cls, x: Operand | Tensor) -> CTokenTensor:
         """``x`` as kernels take it. Holds no reference: ``x`` must outlive the launch."""
         return cls(x.data_ptr(), *x.stride())
 
@@ -68,76 +71,11 @@ class Result:
     ``is_zeroed``.
     """
 
-    def __init__(self, x: Tensor, axis: Axis, *, is_zeroed: bool = False) -> None:
-        self._result = empty_result(x)
-        self._buffer = self._result if self._result.stride(-1) == 1 else x.new_empty(x.shape)
+    def __init__(self, x: Operand, axis: Axis, *, is_zeroed: bool = False) -> None:
+        self.tensor = filled = x.new_result()
+        if filled.stride(3) != 1:
+            filled = x.new_empty(x.shape)
+            self.tensor.copy_(filled)
         if is_zeroed or axis.segments is not None:
-            self._buffer.zero_()
-        self.target = CTokenTensor.of(self._buffer)
-
-    def finish(self) -> Tensor:
-        """The tensor; call it after the kernels that fill it were launched."""
-        if self._buffer is not self._result:
-            self._result.copy_(self._buffer)
-        return self._result
-
-
-def _null(_: None) -> int:
-    return 0
-
-
-def _format_of(kind: type) -> tuple[str, int, Callable[[Any], Any]]:
-    """How an argument of this type is packed: format of :mod:`struct`, size in bytes, conversion."""
-    if issubclass(kind, Tensor):
-        return "Q", 8, Tensor.data_ptr
-    if kind is type(None):
-        return "Q", 8, _null
-    if issubclass(kind, int):
-        return "i", 4, int
-    if issubclass(kind, float):
-        return "f", 4, float
-    if issubclass(kind, ctypes.Structure):
-        size = ctypes.sizeof(kind)
-        return f"{size}s", size, bytes
-    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {kind.__name__}")
-
-
-class Frame:
-    """Memory for the arguments of one launch, and the array of pointers to them that the driver reads."""
-
-    def __init__(self, offsets: Sequence[int], size: int) -> None:
-        self.values = ctypes.create_string_buffer(size)
-        base = ctypes.addressof(self.values)
-        self._pointers = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
-        self.address = ctypes.addressof(self._pointers)
-
-
-class Signature:
-    """How arguments of these types are packed: computed once, used for every launch."""
-
-    def __init__(self, kinds: tuple[type, ...]) -> None:
-        formats, self.sizes, self._converters = [], [], []
-        for kind in kinds:
-            code, size, convert = _format_of(kind)
-            formats.append(f"{code}{-size % 8}x")
-            self.sizes.append(size)
-            self._converters.append(convert)
-        self._format = struct.Struct("=" + "".join(formats))
-        padded = [size + -size % 8 for size in self.sizes]
-        self._offsets = [sum(padded[:i]) for i in range(len(padded))]
-        # Frames that no launch is using. Threads take and return them; list.pop and append are atomic.
-        self._frames: list[Frame] = []
-
-    def pack(self, arguments: tuple[Any, ...]) -> Frame:
-        """The arguments in a frame; :meth:`release` it when the driver has read it."""
-        try:
-            frame = self._frames.pop()
-        except IndexError:
-            frame = Frame(self._offsets, max(1, self._format.size))
-        values = [convert(x) for convert, x in zip(self._converters, arguments, strict=True)]
-        self._format.pack_into(frame.values, 0, *values)
-        return frame
-
-    def release(self, frame: Frame) -> None:
-        """Let another launch use the frame."""
-        self._frames.append(frame)
+            filled.fill_(0)
+        self.target = CTokenTensor.of(filled)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.cuda.arguments import Result
-from sagebwd.kernels.cuda.packing import Packer, packed_mean
+from sagebwd.kernels.cuda.packing import Packer
+from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.kernels.layout import Axes
 
 
@@ -21,32 +21,29 @@ class Gradients(NamedTuple):
     dv: Result
 
     @classmethod
-    def like(cls, q: Tensor, k: Tensor, v: Tensor, axes: Axes, *, zeroes_dq: bool = False) -> Gradients:
+    def like(cls, q: Operand, k: Operand, v: Operand, axes: Axes, *, zeroes_dq: bool = False) -> Gradients:
         """Laid out as q, k, v. ``zeroes_dq``: as ``is_zeroed`` of :class:`Result`."""
         return cls(Result(q, axes.q, is_zeroed=zeroes_dq), Result(k, axes.kv), Result(v, axes.kv))
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The tensors; call it after the kernels that fill them were launched."""
-        return self.dq.finish(), self.dk.finish(), self.dv.finish()
 
 
 class Backward(NamedTuple):
     """What the backward kernels take. Of q and k only shapes, dtype and device are used.
 
-    packed_q, packed_kv, packed_grad: of :class:`Packer`.
+    packed_q, packed_kv, packed_grad, columns: of :class:`Packer`; columns of Q and dO.
     counters: int32, zero.
     """
 
-    q: Tensor
-    k: Tensor
+    q: Operand
+    k: Operand
     params: AttentionParams
     axes: Axes
     packer: Packer
-    packed_q: Tensor
-    packed_kv: Tensor
-    packed_grad: Tensor
+    packed_q: Operand
+    packed_kv: Operand
+    packed_grad: Operand
+    columns: Operand
     gradients: Gradients
-    counters: Tensor
+    counters: Operand
 
     @property
     def macros(self) -> dict[str, bool]:
@@ -56,42 +53,37 @@ class Backward(NamedTuple):
 
 
 def prepare(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_out: Operand,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     saved: ForwardResult,
     params: AttentionParams,
-    grad_lse: Tensor | None,
+    grad_lse: Operand | None,
     *,
     axes: Axes,
     packer: Packer,
     gradients: Gradients,
     counters: int,
-) -> tuple[Backward, Tensor]:
+) -> Backward:
     """Pack what the forward did not, and dO.
 
     Args:
         q, k, v: stand-ins (see :func:`sagebwd.kernels.layout.stand_in`) where ``saved`` has them packed: q
             unless dK is in 16 bit, k unless dQ is and, if V is packed, v.
         counters: how many int32 to set to zero.
-
-    Returns:
-        And columns of Q and dO; who drops them frees their memory.
     """
     config = params.config
     packed_q, packed_kv = saved.packed_q, saved.packed_kv
     if not packed_kv.numel():
-        k_mean = packed_mean(saved.k_mean, k) if config.smooths_k else None
-        packed_kv = packer.pack_kv(k, v, axes.kv, k_mean)
+        packed_kv = packer.pack_kv(k, v, axes.kv, saved.k_mean if config.smooths_k else None)
     if not packed_q.numel():
         packed_q = packer.pack_q(q, axes.q)
     counted = q.new_empty(counters, dtype=torch.int32)
-    packed_grad, columns = packer.pack_grad(
+    of_grad = packer.pack_grad(
         q, packed_q, grad_out, saved.out, saved.lse, axes.q,
         out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,
         p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"),
         dp_fp16=config.dp_fp16_accumulation, counters=counted,
     )  # fmt: skip
-    packed = (packed_q, packed_kv, packed_grad)
-    return Backward(q, k, params, axes, packer, *packed, gradients, counted), columns
+    return Backward(q, k, params, axes, packer, packed_q, packed_kv, *of_grad, gradients, counted)

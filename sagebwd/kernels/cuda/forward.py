@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
-from sagebwd.kernels.cuda.arguments import CTokenTensor, Result, pointers
-from sagebwd.kernels.cuda.packing import Packer, saved_mean
+from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
+from sagebwd.kernels.cuda.arguments import CTokenTensor, Result, addresses, pointers
+from sagebwd.kernels.cuda.packing import Packer
+from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
@@ -34,16 +34,16 @@ class CForward(ctypes.Structure):
 
 
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     params: AttentionParams,
     *,
     packer: Packer,
     launch: Callable[..., None],
     work_tokens: int,
 ) -> ForwardResult:
-    """Algorithm 1.
+    """Algorithm 1, in a plan.
 
     Args:
         packer: of the kernel set.
@@ -74,7 +74,7 @@ def forward(
     arguments = CForward(
         packed_q.data_ptr(), packed_k.data_ptr(), values, k_stride, v_stride, out.target,
         (residual or out).target, lse.data_ptr(), work, params.scale, params.documents,
-        None if v_mean is None else v_mean.data_ptr(), CTokenTensor.of(v),
+        *addresses(v_mean), CTokenTensor.of(v),
     )  # fmt: skip
     macros = {
         "SMOOTH_V": config.smooth_v,
@@ -82,6 +82,7 @@ def forward(
         "COMPENSATE_O": config.compensate_o,
     }
     launch("forward", q, params, arguments, p_16bit=p_16bit, **macros)
-    out_residual = q.new_empty(0) if residual is None else residual.finish()
+    out_residual = residual.tensor if residual else q.new_empty(0)
     packed = (packed_q, packed_k) if packs else nothing_packed(q)
-    return ForwardResult(out.finish(), lse, saved_mean(k_mean, k), out_residual, *packed)
+    k_mean = no_mean(k) if k_mean is None else k_mean
+    return ForwardResult(out.tensor, lse, k_mean, out_residual, *packed)

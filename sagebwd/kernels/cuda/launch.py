@@ -1,23 +1,21 @@
-"""Loads compiled kernels and launches them on tensors.
+"""Loads compiled kernels, which plans launch.
 
 dq = load_kernel(SOURCES, "dq", "dq_kernel", shared_bytes, HEAD_DIM=128, IS_CAUSAL=1, IS_BF16=True)
-dq.launch(grid, threads, packed_q, CTokenTensor.of(grad), CSegments.of(None), n, scale)
+plan.launch(dq, grid, threads, packed_q, CTokenTensor.of(grad), CSegments.of(None), n, scale)
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from sagebwd.interface import AttentionParams
-from sagebwd.kernels.cuda.arguments import Signature
 from sagebwd.kernels.cuda.compile import Defines, Sources, checked, load_or_compile
+from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.window import CAUSAL
 
 
@@ -83,49 +81,31 @@ class Kernel:
     ) -> None:
         self.name = name
         self.device = device
+        self.parameters = parameters
         self._function = function
         self._shared_bytes = shared_bytes
         self._driver = driver
-        self._parameters = parameters
-        self._signatures: dict[tuple[type, ...], Signature] = {}
 
-    def launch(self, grid: int, threads: int, *arguments: Tensor | ctypes.Structure | float | None) -> None:
-        """Launch ``grid`` CTAs of ``threads`` on torch's current stream; nothing if ``grid`` is 0.
+    def start(self, grid: int, threads: int, arguments: int) -> None:
+        """Launch ``grid`` CTAs of ``threads`` on torch's current stream; neither synchronizes nor allocates.
 
-        Tensors and None are passed as pointers, int as 32-bit int, float as fp32, structures by value. The
-        kernel's device must be the current one. Neither synchronizes nor allocates on the device.
+        The kernel's device must be the current one.
+
+        Args:
+            arguments: address of an array of pointers to them. The driver reads them before this returns.
 
         Raises:
-            TypeError: an argument has another type, or another size than the kernel's parameter.
             RuntimeError: CUDA refuses the launch; with the name of its error.
         """
-        if grid == 0:
-            return
-        kinds = tuple(map(type, arguments))
-        signature = self._signatures.get(kinds) or self._new_signature(kinds)
-        frame = signature.pack(arguments)
-        error = self._launch(grid, threads, frame.address)
+        launch, stream, make_current = self._driver
+        shape = (grid, 1, 1, threads, 1, 1, self._shared_bytes)
+        error = launch(self._function, *shape, stream(self.device), arguments, 0)[0]
         if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
             # This thread has not called CUDA before: autograd runs the backward in threads of its own.
-            self._driver.make_current(self.device)
-            error = self._launch(grid, threads, frame.address)
-        signature.release(frame)
+            make_current(self.device)
+            error = launch(self._function, *shape, stream(self.device), arguments, 0)[0]
         if error:
             raise RuntimeError(f"{self.name} was not launched: {error.name}")
-
-    def _launch(self, grid: int, threads: int, arguments: int) -> Any:
-        launch, stream, _ = self._driver
-        return launch(
-            self._function, grid, 1, 1, threads, 1, 1, self._shared_bytes, stream(self.device), arguments, 0
-        )[0]
-
-    def _new_signature(self, kinds: tuple[type, ...]) -> Signature:
-        signature = Signature(kinds)
-        if self._parameters is not None and signature.sizes != self._parameters:
-            raise TypeError(
-                f"{self.name} has parameters of {self._parameters} bytes, the arguments {signature.sizes}"
-            )
-        return self._signatures.setdefault(kinds, signature)
 
 
 _kernels: dict[tuple[Any, ...], Kernel] = {}
@@ -163,7 +143,7 @@ def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **d
 def load_attention_kernel(
     sources: Sources,
     name: str,
-    q: Tensor,
+    q: Operand,
     params: AttentionParams,
     *,
     head_dim: int,

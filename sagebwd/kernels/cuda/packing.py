@@ -15,18 +15,16 @@ All tiles are swizzled: 16-byte pieces are permuted within 8 rows, as tensor cor
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from sagebwd.config import TILE, SageConfig
 from sagebwd.interface import AttentionParams, no_mean
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.kernels.layout import Axis, kv_axis, padded_head_dim
 
 #: Bytes of the four fp32 at the end of a packed block.
@@ -61,13 +59,13 @@ class PackedLayout(NamedTuple):
         token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
         return cls(token_scales, config.tile(head_dim), s_16bit, packs_16bit)
 
-    def q_shape(self, q: Tensor, blocks: int) -> tuple[int, int]:
+    def q_shape(self, q: Operand, blocks: int) -> tuple[int, int]:
         """Shape of the result of :meth:`Packer.pack_q`; as :meth:`kv_shape`."""
         rows = self.tile[0] * packed_head_dim(q.shape[3])
         size = 2 * rows if self.s_16bit else rows + scale_bytes(1, self.tile[0], self.token_scales)
         return q.shape[0] * q.shape[1] * blocks, size
 
-    def kv_shape(self, k: Tensor, blocks: int) -> tuple[int, int]:
+    def kv_shape(self, k: Operand, blocks: int) -> tuple[int, int]:
         """Shape of the result of :meth:`Packer.pack_kv`.
 
         Args:
@@ -80,25 +78,9 @@ class PackedLayout(NamedTuple):
         return k.shape[0] * k.shape[1] * blocks, tiles * values + tail
 
 
-def saved_mean(mean: Tensor | None, k: Tensor) -> Tensor:
-    """A mean of K by :meth:`Packer.token_mean`, if there is one, as ``k_mean`` of ``ForwardResult``."""
-    if mean is None:
-        return no_mean(k)
-    d_pad = padded_head_dim(k.shape[3])
-    mean = mean if mean.shape[1] == d_pad else mean[:, :d_pad].contiguous()
-    return mean.view(*k.shape[:2], -1)
-
-
-def mean_alone(packer: Packer, k: Tensor, params: AttentionParams) -> Tensor:
+def mean_alone(k: Operand, packer: Packer, params: AttentionParams) -> Operand:
     """The ``k_mean`` of ``ForwardResult`` without the rest."""
-    return saved_mean(packer.token_mean(k, kv_axis(k, params)) if params.config.smooths_k else None, k)
-
-
-def packed_mean(k_mean: Tensor, k: Tensor) -> Tensor:
-    """The inverse of :func:`saved_mean`."""
-    mean = k_mean.view(-1, padded_head_dim(k.shape[3]))
-    missing = packed_head_dim(k.shape[3]) - mean.shape[1]
-    return pad(mean, (0, missing)) if missing else mean
+    return packer.token_mean(k, kv_axis(k, params)) if params.config.smooths_k else no_mean(k)
 
 
 def has_token_scales(source: str, config: SageConfig) -> bool:
@@ -145,19 +127,21 @@ class Packer:
         if rows_in_chunks:
             self._macros["ROWS_IN_CHUNKS"] = True
 
-    def token_mean(self, x: Tensor, axis: Axis) -> Tensor:
-        """Mean of K or V over the tokens of each document, (B · H · documents, D_PAD) fp32.
+    def token_mean(self, x: Operand, axis: Axis) -> Operand:
+        """Mean of K or V over the tokens of each document, (B, H, documents · D_PAD) fp32.
 
         Zero past the head size, and for a document without tokens.
         """
-        sums = _allocate(x, axis, packed_head_dim(x.shape[3]), torch.float32)
-        mean = sums.new_empty((x.shape[0] * x.shape[1] * axis.documents, sums.shape[1]))
+        (batch, heads), channels = x.shape[:2], packed_head_dim(x.shape[3])
+        sums = _allocate(x, axis, channels, torch.float32)
+        mean = sums.new_empty((batch, heads, axis.documents * channels))
         arguments = _CAxis.of(x, axis)
         self._launch("token_sum", x, self._block_kv, len(sums), _CSource.of(x), sums, arguments)
-        self._launch("token_mean", x, self._block_kv, len(mean), sums, mean, arguments)
+        grid = batch * heads * axis.documents
+        self._launch("token_mean", x, self._block_kv, grid, sums, mean, arguments)
         return mean
 
-    def pack_q(self, q: Tensor, axis: Axis, counters: Tensor | None = None) -> Tensor:
+    def pack_q(self, q: Operand, axis: Axis, counters: Operand | None = None) -> Operand:
         """Q by rows; tail: its scale.
 
         Args:
@@ -170,14 +154,14 @@ class Packer:
 
     def pack_kv_int8(
         self,
-        k: Tensor,
-        v: Tensor,
+        k: Operand,
+        v: Operand,
         axis: Axis,
-        k_mean: Tensor | None,
-        v_mean: Tensor | None,
+        k_mean: Operand | None,
+        v_mean: Operand | None,
         *,
         pack_for_backward: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Operand, Operand]:
         """K and V for the forward, two packed blocks for each block of tokens.
 
         The first: K by rows. With ``pack_for_backward`` it is the result of :meth:`pack_kv`, which begins
@@ -199,7 +183,7 @@ class Packer:
         self._launch("pack_kv_int8", k, self._block_kv, 2 * len(packed_v), *arguments)
         return packed_k, packed_v
 
-    def pack_kv(self, k: Tensor, v: Tensor, axis: Axis, k_mean: Tensor | None) -> Tensor:
+    def pack_kv(self, k: Operand, v: Operand, axis: Axis, k_mean: Operand | None) -> Operand:
         """K and V for the backward, and for a forward with 16-bit P: K by rows, and V if 16 bits are packed.
 
         Tail: the scale of K.
@@ -213,7 +197,7 @@ class Packer:
         self._launch("pack_kv", k, self._block_kv, parts * len(packed_kv), *arguments)
         return packed_kv
 
-    def pack_k_columns(self, packed_kv: Tensor, k: Tensor, axis: Axis) -> Tensor:
+    def pack_k_columns(self, packed_kv: Operand, k: Operand, axis: Axis) -> Operand:
         """K by columns for the backward, from its rows in the result of :meth:`pack_kv`.
 
         Tail, if these are in 16 bits: the scale of K.
@@ -230,20 +214,20 @@ class Packer:
 
     def pack_grad(
         self,
-        q: Tensor,
-        packed_q: Tensor,
-        grad_out: Tensor,
-        out: Tensor,
-        lse: Tensor,
+        q: Operand,
+        packed_q: Operand,
+        grad_out: Operand,
+        out: Operand,
+        lse: Operand,
         axis: Axis,
         *,
-        out_residual: Tensor | None = None,
-        grad_lse: Tensor | None = None,
+        out_residual: Operand | None = None,
+        grad_lse: Operand | None = None,
         p_16bit: bool = False,
         dk_16bit: bool = False,
         dp_fp16: bool = False,
-        counters: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        counters: Operand | None = None,
+    ) -> tuple[Operand, Operand]:
         """dO and Q for the backward, as two packed blocks for each block of tokens.
 
         The first: dO, if 16 bits are packed or with ``dp_fp16``, −lse of all tokens and −δ of all tokens
@@ -281,21 +265,21 @@ class Packer:
         )
         return packed_grad, columns
 
-    def k_rows_bytes(self, k: Tensor) -> int:
+    def k_rows_bytes(self, k: Operand) -> int:
         """Bytes of K by rows of a packed block."""
         return (1 + self._layout.s_16bit) * self._block_kv * packed_head_dim(k.shape[3])
 
-    def packed_kv_bytes(self, k: Tensor) -> int:
+    def packed_kv_bytes(self, k: Operand) -> int:
         """Bytes from block to block in the result of :meth:`pack_kv`."""
         return self._layout.kv_shape(k, 0)[1]
 
     def _launch(
         self,
         name: str,
-        like: Tensor,
+        like: Operand,
         tokens: int,
         grid: int,
-        *arguments: Tensor | ctypes.Structure | int | None,
+        *arguments: Operand | ctypes.Structure | int | None,
         **defines: bool,
     ) -> None:
         """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
@@ -310,14 +294,14 @@ class Packer:
             **self._macros,
             **defines,
         )
-        kernel.launch(grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
+        like.plan.launch(kernel, grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
 
 
-def _count(counters: Tensor | None) -> int:
+def _count(counters: Operand | None) -> int:
     return 0 if counters is None else counters.numel()
 
 
-def _allocate(x: Tensor, axis: Axis, size: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+def _allocate(x: Operand, axis: Axis, size: int, dtype: torch.dtype = torch.uint8) -> Operand:
     return x.new_empty((x.shape[0] * x.shape[1] * axis.blocks, size), dtype=dtype)
 
 
@@ -328,18 +312,18 @@ class _CSource(ctypes.Structure):
     _fields_ = [("tensor", CTokenTensor), ("is_contiguous", ctypes.c_int)]
 
     @classmethod
-    def of(cls, x: Tensor) -> _CSource:
+    def of(cls, x: Operand) -> _CSource:
         return cls(CTokenTensor.of(x), has_whole_pieces(x))
 
 
-def has_whole_pieces(x: Tensor) -> bool:
+def has_whole_pieces(x: Operand) -> bool:
     """Whether 8 channels of x can be read at once: contiguous, and each token aligned to 16 bytes."""
     strides = x.stride()
     aligned = x.data_ptr() % 16 == 0 and strides[0] % 8 == strides[1] % 8 == strides[2] % 8 == 0
     return aligned and strides[3] == 1
 
 
-def with_whole_pieces(x: Tensor) -> Tensor:
+def with_whole_pieces(x: Operand) -> Operand:
     """x, or a contiguous copy if 8 of its channels cannot be read at once."""
     return x if has_whole_pieces(x) else x.clone(memory_format=torch.contiguous_format)
 
@@ -351,14 +335,6 @@ class _CAxis(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, x: Tensor, axis: Axis) -> _CAxis:
+    def of(cls, x: Operand, axis: Axis) -> _CAxis:
         """The tokens of x (B, H, N, D)."""
-        if axis.segments is None:
-            return _axis_without_documents(axis.n, x.shape[3], x.shape[1], axis.blocks)
         return cls(CSegments.of(axis.segments), axis.n, x.shape[3], x.shape[1], axis.blocks, axis.documents)
-
-
-@functools.lru_cache
-def _axis_without_documents(tokens: int, d: int, heads: int, blocks: int) -> _CAxis:
-    """The structure, which holds no addresses; nobody changes it."""
-    return _CAxis(CSegments.of(None), tokens, d, heads, blocks, 1)

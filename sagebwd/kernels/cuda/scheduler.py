@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
-from torch import Tensor
-
 from sagebwd.kernels.cuda.arguments import CSegments
+from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.kernels.layout import Axes
 
 
@@ -24,24 +23,21 @@ class CAxes(ctypes.Structure):
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, axes: Axes, *, of_keys: bool = False, tokens: int, tile_counter: int | None
-    ) -> CAxes:
+        cls, q: Operand, k: Operand, axes: Axes, *, of_keys: bool = False, tokens: int,
+        tile_counter: int | None,
+    ) -> CAxes:  # fmt: skip
         """The work tiles: blocks of so many ``tokens`` in each head of q, or of k.
-
-        Keep the result until the launch: a structure that it is copied into does not hold its memory.
 
         Args:
             tile_counter: address of an int32 that is zero.
         """
         x, axis = (k, axes.kv) if of_keys else (q, axes.q)
         work = axis.with_block(tokens)
-        result = cls(
+        return cls(
             CSegments.of(work.segments), CSegments.of(axes.q.segments), CSegments.of(axes.kv.segments),
             tile_counter, axes.q.n, axes.kv.n, x.shape[3], x.shape[1], q.shape[1] // k.shape[1],
             x.shape[0] * x.shape[1], work.blocks, axes.q.blocks, axes.kv.blocks,
         )  # fmt: skip
-        result.work_axis = work  # keeps the memory alive that the structure points to
-        return result
 
     @property
     def work_tiles(self) -> int:

@@ -18,17 +18,17 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from sagebwd.config import TILE, SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernel_rules import has_16_bit_s, is_large
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
-from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, pointers
+from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
 from sagebwd.kernels.cuda.backward import Backward, Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
+from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.hopper import packs_v
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
@@ -39,16 +39,12 @@ from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
 SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
 
 
-@functools.cache
-def packer(config: SageConfig, head_dim: int, has_documents: bool) -> packing.Packer:
+def _packer_for(x: Operand, params: AttentionParams) -> packing.Packer:
     """Packs for these settings and this head size, with packed documents or without."""
-    layout = packing.PackedLayout.of(config, head_dim, packs_16bit=has_documents)
-    step_q = STEP_Q if _has_tile_scales(config) else None
+    head_dim = padded_head_dim(x.shape[3])
+    layout = packing.PackedLayout.of(params.config, head_dim, packs_16bit=packs_v(params))
+    step_q = STEP_Q if _has_tile_scales(params.config) else None
     return packing.Packer(SOURCES, layout, step_q=step_q, rows_in_chunks=is_large(head_dim))
-
-
-def _packer_for(x: Tensor, params: AttentionParams) -> packing.Packer:
-    return packer(params.config, padded_head_dim(x.shape[3]), packs_v(params))
 
 
 def _has_tile_scales(config: SageConfig) -> bool:
@@ -114,7 +110,7 @@ LAST_KEYS_FIRST_UP_TO = {64: 8192, 128: 2048}
 
 def _launch(
     name: str,
-    q: Tensor,
+    q: Operand,
     params: AttentionParams,
     arguments: CForward | _CDq | _CDkDv | _CBackward,
     *,
@@ -139,10 +135,9 @@ def _launch(
         UNPACKED_16BIT=params.cu_seqlens is None, **(defines | tile_macros(head_dim, macro)),
     )  # fmt: skip
     grid = min(arguments.axes.work_tiles, _multiprocessors(q.device.index))
-    kernel.launch(grid, cta.threads, arguments, CWindow.of(params.window), maps)
+    q.plan.launch(kernel, grid, cta.threads, arguments, CWindow.of(params.window), maps)
 
 
-@functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -150,12 +145,14 @@ def _multiprocessors(device: int) -> int:
 # --- Attention --------------------------------------------------------------------------------------------
 
 
-def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
+@planned_mean
+def token_mean(k: Operand, params: AttentionParams) -> Operand:
     """See :mod:`sagebwd.interface`."""
-    return packing.mean_alone(_packer_for(k, params), k, params)
+    return packing.mean_alone(k, _packer_for(k, params), params)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+@planned_forward
+def forward(q: Operand, k: Operand, v: Operand, params: AttentionParams) -> ForwardResult:
     """See :mod:`sagebwd.interface`."""
     maps = CTensorMaps()
     if params.cu_seqlens is None and not params.config.is_int8("o"):
@@ -167,15 +164,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
     )  # fmt: skip
 
 
+@planned_backward
 def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    grad_out: Operand,
+    q: Operand,
+    k: Operand,
+    v: Operand,
     saved: ForwardResult,
     params: AttentionParams,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_lse: Operand | None,
+) -> tuple[Operand, ...]:
     """See :mod:`sagebwd.interface`."""
     config, axes = params.config, Axes.of(q, k, params)
     gradients = Gradients.like(q, k, v, axes)  # not laid out as copies below
@@ -192,55 +190,50 @@ def backward(
     # Two kernels count the work tiles that were taken. One counts, before these, how many were added to each
     # chunk of dQ.
     counters = 2 if config.is_int8("dq") else _turns(q, axes.q) + 1
-    call, columns = prepare(
+    call = prepare(
         grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, params), gradients=gradients, counters=counters,
     )  # fmt: skip
     if not config.is_int8("dq"):
-        k_mean = packing.packed_mean(saved.k_mean, k) if config.smooths_k else None
-        _launch_one_kernel(call, columns, k_mean, maps)
+        _launch_one_kernel(call, saved.k_mean if config.smooths_k else None, maps)
     elif _has_tile_scales(config):  # dQ finds them
         tiles = (q.shape[0] * q.shape[1] * axes.q.blocks, axes.kv.blocks)
         tile_scales = q.new_empty((*tiles, 2), dtype=torch.float32)  # of P, of dS
         _launch_dq(call, maps, tile_scales)
-        _launch_dk_dv(call, columns, maps, tile_scales)
+        _launch_dk_dv(call, maps, tile_scales)
     else:
-        _launch_dk_dv(call, columns, maps)
-        del columns  # before more is packed
+        _launch_dk_dv(call, maps)
         _launch_dq(call, maps)
-    return gradients.finish()
+    return tuple(x.tensor for x in gradients)
 
 
-def _turns(q: Tensor, q_axis: Axis) -> int:
+def _turns(q: Operand, q_axis: Axis) -> int:
     """How many counters of turns backward.cu has: see TURNS in query_gradient.cuh."""
     of_a_block = {64: 1, 128: 4}[padded_head_dim(q.shape[3])]
     return q.shape[0] * q.shape[1] * q_axis.blocks * of_a_block
 
 
 def _axes_of(call: Backward, name: str, tile_counter: int | None) -> CAxes:
-    """The work tiles of a kernel, of queries for dq.cu, else of keys; keep it until the launch."""
+    """The work tiles of a kernel, of queries for dq.cu, else of keys."""
     tokens = work_tokens(name, padded_head_dim(call.q.shape[3]))
     return CAxes.of(call.q, call.k, call.axes, of_keys=name != "dq", tokens=tokens, tile_counter=tile_counter)
 
 
-def _launch_dk_dv(
-    call: Backward, columns: Tensor, maps: CTensorMaps, tile_scales: Tensor | None = None
-) -> None:
+def _launch_dk_dv(call: Backward, maps: CTensorMaps, tile_scales: Operand | None = None) -> None:
     axes = _axes_of(call, "dk_dv", call.counters.data_ptr())
     arguments = _CDkDv(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        call.gradients.dk.target, call.gradients.dv.target, axes, call.params.scale, _address(tile_scales),
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv),
+        call.gradients.dk.target, call.gradients.dv.target, axes, call.params.scale, *addresses(tile_scales),
     )  # fmt: skip
     _launch("dk_dv", call.q, call.params, arguments, maps=maps, **call.macros)
 
 
-def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Tensor | None = None) -> None:
+def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Operand | None = None) -> None:
     packed_k_columns = call.packer.pack_k_columns(call.packed_kv, call.k, call.axes.kv)
     axes = _axes_of(call, "dq", call.counters.data_ptr() + 4)
     arguments = _CDq(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), call.packed_kv.data_ptr(),
-        packed_k_columns.data_ptr(), call.gradients.dq.target, axes, call.params.scale,
-        _address(tile_scales),
+        *addresses(call.packed_q, call.packed_grad, call.packed_kv, packed_k_columns),
+        call.gradients.dq.target, axes, call.params.scale, *addresses(tile_scales),
     )  # fmt: skip
     if tile_scales is None:
         _launch("dq", call.q, call.params, arguments, maps=maps)
@@ -249,11 +242,7 @@ def _launch_dq(call: Backward, maps: CTensorMaps, tile_scales: Tensor | None = N
         _launch("dq_tile_scales", call.q, call.params, arguments, maps=maps, UNSIGNED_P=unsigned_p)
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
-def _launch_one_kernel(call: Backward, columns: Tensor, k_mean: Tensor | None, maps: CTensorMaps) -> None:
+def _launch_one_kernel(call: Backward, k_mean: Operand | None, maps: CTensorMaps) -> None:
     """All gradients by backward.cu, dQ as sums, which finish_dq.cu rounds."""
     q, params, turns = call.q, call.params, call.counters
     head_dim = padded_head_dim(q.shape[3])
@@ -261,9 +250,9 @@ def _launch_one_kernel(call: Backward, columns: Tensor, k_mean: Tensor | None, m
     dq_sums = q.new_empty((padded, head_dim), dtype=torch.float32)
     axes = _axes_of(call, "backward", turns.data_ptr() + 4 * _turns(q, call.axes.q))
     arguments = _CBackward(
-        call.packed_q.data_ptr(), call.packed_grad.data_ptr(), columns.data_ptr(), call.packed_kv.data_ptr(),
-        _address(k_mean), call.gradients.dk.target, call.gradients.dv.target, dq_sums.data_ptr(),
-        turns.data_ptr(), axes, params.scale, params.documents, LAST_KEYS_FIRST_UP_TO[head_dim],
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv, k_mean),
+        call.gradients.dk.target, call.gradients.dv.target, *addresses(dq_sums, turns), axes, params.scale,
+        params.documents, LAST_KEYS_FIRST_UP_TO[head_dim],
     )  # fmt: skip
     dk_16bit = not params.config.is_int8("dk")
     _launch("backward", q, params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
@@ -275,5 +264,5 @@ def _launch_one_kernel(call: Backward, columns: Tensor, k_mean: Tensor | None, m
     )  # fmt: skip
     axes = _axes_of(call, "dq", None)
     dq = call.gradients.dq.target
-    arguments = _CFinishDq(dq_sums.data_ptr(), turns.data_ptr(), dq, axes, params.scale)
-    kernel.launch(dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)
+    arguments = _CFinishDq(*addresses(dq_sums, turns), dq, axes, params.scale)
+    q.plan.launch(kernel, dq_sums.numel() // (TILE[0] * 64), FINISH_DQ_THREADS, arguments)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from sagebwd.kernels.cuda.compile import checked
 from sagebwd.kernels.cuda.launch import make_current
 from sagebwd.kernels.cuda.packing import with_whole_pieces
+from sagebwd.kernels.cuda.plan import Operand
 
 #: Tokens and channels of a box.
 BOX = 64
@@ -24,9 +25,15 @@ _BYTES = 128
 
 
 class CTensorMap(ctypes.Structure):
-    """``TensorMap`` of ptx_sm90.cuh."""
+    """``TensorMap`` of ptx_sm90.cuh; in a plan, the place of what it describes."""
 
     _fields_ = [("opaque", ctypes.c_uint64 * (_BYTES // 8))]
+
+    @staticmethod
+    def describe(x: Operand) -> Callable[[int], bytes]:
+        """Makes the map of x, if it is at an address."""
+        is_bf16 = x.dtype == torch.bfloat16
+        return lambda address: encode(address, x.shape, x.stride(), is_bf16, x.device)
 
 
 class CTensorMaps(ctypes.Structure):
@@ -35,7 +42,7 @@ class CTensorMaps(ctypes.Structure):
     _fields_ = [(name, CTensorMap) for name in ("v", "grad", "q", "k")]
 
 
-def mappable(x: Tensor) -> Tensor:
+def mappable(x: Operand) -> Operand:
     """x (B, H, N, D), or a contiguous copy if the hardware cannot read it.
 
     It needs aligned tokens whose channels are contiguous, and no dimension that is expanded.
@@ -46,27 +53,28 @@ def mappable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format) if is_expanded else with_whole_pieces(x)
 
 
-def tensor_map(x: Tensor) -> CTensorMap:
-    """Of x (B, H, N, D) in 16 bits, from :func:`mappable`; zeros if x is empty.
+def tensor_map(x: Operand) -> CTensorMap:
+    """Of x (B, H, N, D) in 16 bits, from :func:`mappable`; zeros if x is empty."""
+    return CTensorMap((ctypes.c_uint64 * (_BYTES // 8))(x.data_ptr())) if x.numel() else CTensorMap()
 
-    It holds no reference: x must outlive the launch.
-    """
-    if not x.numel():
-        return CTensorMap()
-    arguments = (x.data_ptr(), x.shape, x.stride(), x.dtype == torch.bfloat16)
+
+def encode(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool, device: torch.device
+) -> bytes:
+    """The map of a tensor in 16 bits."""
     try:
-        return _encode(*arguments)
+        return _encode(address, shape, strides, is_bf16)
     except RuntimeError as error:
         if str(error) != "CUDA_ERROR_INVALID_CONTEXT":
             raise
     # This thread has not called CUDA before: autograd runs the backward in threads of its own.
-    make_current(x.device.index)
-    return _encode(*arguments)
+    make_current(device.index)
+    return _encode(address, shape, strides, is_bf16)
 
 
 @functools.lru_cache(maxsize=1024)  # the driver takes longer than a launch, and training reuses its memory
-def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool) -> CTensorMap:
-    """The map, which nobody changes.
+def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool) -> bytes:
+    """As :func:`encode`.
 
     Raises:
         RuntimeError: with the name of CUDA's error.
@@ -93,4 +101,4 @@ def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_b
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )
     )
-    return CTensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), _BYTES))
+    return ctypes.string_at(encoded.getPtr(), _BYTES)

@@ -19,9 +19,10 @@ from sagebwd import SageConfig, dispatch, reference, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
-from sagebwd.kernels.cuda import launch
+from sagebwd.kernels.cuda import launch, plan
 from sagebwd.kernels.cuda.compile import why_no_compiler
 from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper import tensor_map
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.inputs import NAMES, of_document
@@ -213,7 +214,7 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.fixture
-def emulate(folder_of, monkeypatch) -> Callable[[str], None]:
+def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
     """emulate(name): a CUDA kernel set runs on CPU tensors, if a call asks for it."""
 
     def emulate(name: str) -> None:
@@ -225,9 +226,11 @@ def emulate(folder_of, monkeypatch) -> Callable[[str], None]:
         monkeypatch.setattr(dispatch, "choose", lambda *call: name if call[3:] == (name,) else choose(*call))
         monkeypatch.setattr(launch, "load_kernel", load_kernel)
         monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-        monkeypatch.setattr(hopper, "tensor_map", sources_on_cpu.tensor_map)
+        monkeypatch.setattr(tensor_map, "encode", sources_on_cpu.encode)
+        plan.plan_of.cache_clear()
 
-    return emulate
+    yield emulate
+    plan.plan_of.cache_clear()
 
 
 # --- Comparing ---------------------------------------------------------------------------------------------

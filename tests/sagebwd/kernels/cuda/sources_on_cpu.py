@@ -16,11 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from torch import Tensor
 
-from sagebwd.kernels.cuda.arguments import Signature
 from sagebwd.kernels.cuda.compile import Sources
-from sagebwd.kernels.hopper.tensor_map import CTensorMap
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -67,21 +64,18 @@ def digest(x: object) -> str:
 
 
 def load(folder: Path, source: str, name: str, shared_bytes: int, defines: dict[str, int]) -> SimpleNamespace:
-    """Kernel ``name`` of ``source``.cu in ``folder``, with the ``launch`` of a :class:`Kernel`."""
+    """Kernel ``name`` of ``source``.cu in ``folder``, with what a plan uses of a :class:`Kernel`."""
     run = getattr(_build(folder, source, defines), f"run_{name}")
 
-    def launch(grid, threads, *arguments):
-        if grid:
-            frame = Signature(tuple(map(type, arguments))).pack(arguments)
-            run(grid, threads, shared_bytes, ctypes.c_void_p(frame.address))
+    def start(grid, threads, arguments):
+        run(grid, threads, shared_bytes, ctypes.c_void_p(arguments))
 
-    return SimpleNamespace(launch=launch)
+    return SimpleNamespace(name=name, parameters=None, start=start)
 
 
-def tensor_map(x: Tensor) -> CTensorMap:
+def encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object) -> bytes:
     """What ``TensorMap`` in hopper/on_cpu/ptx_sm90.cuh takes."""
-    values = (x.data_ptr(), *reversed(x.shape), *reversed(x.stride()[:3]))
-    return CTensorMap((ctypes.c_uint64 * 16)(*values))
+    return bytes((ctypes.c_uint64 * 16)(address, *reversed(shape), *reversed(strides[:3])))
 
 
 def run_in_order(*, reverse: bool = False, random: bool = False, first: int = 0, count: int = 0) -> None:

@@ -16,12 +16,21 @@ from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.cuda.launch import Driver, Kernel, load_kernel
+from sagebwd.kernels.cuda.plan import Plan
 from sagebwd.kernels.layout import Segments
 
 #: More dynamic shared memory than 48 KiB, so that it must be asked for; every GPU since Ampere has it.
 SHARED_BYTES = 96 * 1024
 
 # --- Launching ---------------------------------------------------------------------------------------------
+
+
+def start(kernel, grid, threads, *arguments):
+    """Launch a kernel in a plan of its own, on tensors that have addresses."""
+    plan = Plan(torch.device("cpu"))
+    plan.launch(kernel, grid, threads, *arguments)
+    plan.finish(0, [])
+    plan.run([])
 
 
 class Error(enum.IntEnum):
@@ -54,7 +63,7 @@ def test_arguments_are_packed():
     odd = type("Odd", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_char * 3)]})(b"abc")
     x = torch.zeros(2, 3, 5, 8)
     arguments = (x, None, -5, 0.5, CSegments(1, 2, 3), CTokenTensor.of(x), True, odd)
-    fake.kernel(parameters=fake.sizes).launch(10, 384, *arguments)
+    start(fake.kernel(parameters=fake.sizes), 10, 384, *arguments)
     ((dimensions, values),) = fake.launches
     assert dimensions == ["function", 10, 1, 1, 384, 1, 1, 4096, 7003]
     assert values == [
@@ -73,15 +82,15 @@ def test_a_parameter_passed_as_tensor_or_none():
     fake = FakeDriver([8, 4])
     kernel, x = fake.kernel(), torch.zeros(1)
     for argument in (x, None, torch.nn.Parameter(x), x):
-        kernel.launch(1, 128, argument, 0)
+        start(kernel, 1, 128, argument, 0)
     pointers = [struct.unpack("Q", values[0])[0] for _, values in fake.launches]
     assert pointers == [x.data_ptr(), 0, x.data_ptr(), x.data_ptr()]
 
 
 def test_no_arguments_and_no_blocks():
     fake = FakeDriver([])
-    fake.kernel().launch(1, 32)
-    fake.kernel().launch(0, 32)
+    start(fake.kernel(), 1, 32)
+    start(fake.kernel(), 0, 32)
     assert len(fake.launches) == 1
 
 
@@ -92,7 +101,7 @@ def test_no_arguments_and_no_blocks():
 def test_arguments_that_no_kernel_takes(argument, error):
     fake = FakeDriver([4])
     with pytest.raises(error):
-        fake.kernel().launch(1, 32, argument)
+        start(fake.kernel(), 1, 32, argument)
     assert not fake.launches
 
 
@@ -100,14 +109,14 @@ def test_arguments_that_no_kernel_takes(argument, error):
 def test_arguments_of_other_sizes_than_the_parameters(arguments):
     fake = FakeDriver([8, 4])
     with pytest.raises(TypeError, match=r"some_kernel has parameters of \[8, 4\] bytes"):
-        fake.kernel(parameters=[8, 4]).launch(1, 32, *arguments)
+        start(fake.kernel(parameters=[8, 4]), 1, 32, *arguments)
     assert not fake.launches
 
 
 def test_errors_are_named():
     fake = FakeDriver([], [Error.CUDA_ERROR_INVALID_VALUE])
     with pytest.raises(RuntimeError, match="some_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        fake.kernel().launch(1, 32)
+        start(fake.kernel(), 1, 32)
     assert not fake.made_current
 
 
@@ -115,28 +124,12 @@ def test_errors_are_named():
 def test_a_thread_without_context_gets_one(errors):
     fake = FakeDriver([4], [Error.CUDA_ERROR_INVALID_CONTEXT] * errors)
     if errors == 1:
-        fake.kernel().launch(1, 32, 5)
+        start(fake.kernel(), 1, 32, 5)
     else:
         with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CONTEXT"):
-            fake.kernel().launch(1, 32, 5)
+            start(fake.kernel(), 1, 32, 5)
     assert fake.made_current == [3]
     assert len(fake.launches) == 2
-
-
-def test_threads_do_not_mix_their_arguments():
-    barrier, seen = threading.Barrier(4), []
-
-    def launch(*arguments):
-        pointer = ctypes.c_void_p.from_address(arguments[-2]).value
-        before = ctypes.c_int.from_address(pointer).value
-        barrier.wait(timeout=10)  # all threads are inside the driver now
-        seen.append((before, ctypes.c_int.from_address(pointer).value))
-        return (Error.CUDA_SUCCESS,)
-
-    kernel = Kernel("some_kernel", 1, 0, 0, Driver(launch, lambda device: 0, lambda device: None))
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: kernel.launch(1, 32, i), range(40)))
-    assert sorted(seen) == [(i, i) for i in range(40)]
 
 
 # --- Loading -----------------------------------------------------------------------------------------------
@@ -221,12 +214,12 @@ def test_a_kernel_is_loaded_in_the_context_of_torch(loads):
         *(("cuKernelGetParamInfo", "result of cuLibraryGetKernel", index) for index in range(3)),
     ]
     fake.calls.clear()
-    kernel.launch(5, 128, torch.zeros(1), 7)
+    start(kernel, 5, 128, torch.zeros(1), 7)
     assert [call[:-1] for call in fake.calls] == [
         ("cuLaunchKernel", function, 5, 1, 1, 128, 1, 1, SHARED_BYTES, 7)
     ]
     with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
-        kernel.launch(5, 128, 7, 7)
+        start(kernel, 5, 128, 7, 7)
 
 
 @pytest.mark.parametrize("fails", ["cuDevicePrimaryCtxRetain", "cuLibraryLoadData", "cuFuncSetAttribute"])
@@ -259,7 +252,7 @@ def test_launches_on_the_current_stream_and_in_graphs(minimal):
     store = minimal("store_kernel", VALUE=4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # on a stream of its own, and the kernel's first launch
-        store.launch(1, 128, x, 900)
+        start(store, 1, 128, x, 900)
     torch.cuda.synchronize()
     assert not x.any()
     graph.replay()
@@ -269,7 +262,7 @@ def test_launches_on_the_current_stream_and_in_graphs(minimal):
     with torch.cuda.stream(stream):
         torch.cuda._sleep(10**7)
         x.zero_()
-        store.launch(1, 128, x, 1000)
+        start(store, 1, 128, x, 1000)
     stream.synchronize()
     assert x.eq(5).all()
 
@@ -280,7 +273,7 @@ def test_structures_arrive(minimal):
     start = torch.tensor([0, 6], dtype=torch.int32, device="cuda")
     structures = minimal("structures_kernel", VALUE=0)
     segments = CSegments.of(Segments(start, start, start))
-    structures.launch(1, 128, CTokenTensor.of(x.transpose(2, 3)), segments, None, 0.5)
+    start(structures, 1, 128, CTokenTensor.of(x.transpose(2, 3)), segments, None, 0.5)
     assert x[0, 0, :128, 0].eq(0.5 * 6 + 512).all()
     assert not x[0, 0, 128:].any()
 
@@ -292,7 +285,7 @@ def test_launches_from_new_threads(minimal):
 
     def launch():
         try:
-            store.launch(1, 128, x, 100)
+            start(store, 1, 128, x, 100)
         except RuntimeError as error:
             errors.append(error)
 
@@ -308,7 +301,7 @@ def test_loads_in_a_new_thread(minimal):
     """Which has no context of CUDA: autograd runs the first backward in a thread of its own."""
     x = torch.zeros(100, dtype=torch.int32, device="cuda")
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: minimal("store_kernel", VALUE=2).launch(1, 128, x, 100)).result()
+        pool.submit(lambda: start(minimal("store_kernel", VALUE=2), 1, 128, x, 100)).result()
     torch.cuda.synchronize()
     assert x.eq(3).all()
 
@@ -316,9 +309,9 @@ def test_loads_in_a_new_thread(minimal):
 @pytest.mark.gpu
 def test_errors_of_the_driver_are_named(minimal):
     with pytest.raises(RuntimeError, match="store_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        minimal("store_kernel", VALUE=1).launch(1, 4096, None, 0)
+        start(minimal("store_kernel", VALUE=1), 1, 4096, None, 0)
     with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
-        minimal("store_kernel", VALUE=1).launch(1, 128, None, None)
+        start(minimal("store_kernel", VALUE=1), 1, 128, None, None)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from itertools import pairwise, product
 
@@ -12,7 +13,8 @@ from torch.nn.functional import pad
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.packing import PackedLayout, Packer
-from sagebwd.kernels.layout import Axis, padded_head_dim
+from sagebwd.kernels.cuda.plan import Operand, Plan
+from sagebwd.kernels.layout import Axis, Segments, padded_head_dim
 from sagebwd.reference.quantization import quantize
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 
@@ -45,18 +47,43 @@ def folder(tmp_path_factory):
     return sources_on_cpu.gather(tmp_path_factory, Sources("sm_80", (SHARED,)))
 
 
+class OfTensors:
+    """A packer whose methods take tensors and return tensors: each call is a plan."""
+
+    def __init__(self, packer):
+        self._packer = packer
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            options |= dict(zip(inspect.signature(method).parameters, arguments, strict=False))
+            named = {key: x for key, x in options.items() if isinstance(x, torch.Tensor)}
+            axis = options["axis"]
+            tensors = [*named.values(), *(axis.segments or ())]
+            plan = Plan(tensors[0].device)
+            operands = [Operand(plan, x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
+            segments = axis.segments and Segments(*operands[len(named) :])
+            options |= dict(zip(named, operands, strict=False)) | {"axis": axis._replace(segments=segments)}
+            made = method(**options)
+            plan.finish(len(operands), [made] if isinstance(made, Operand) else made)
+            results = plan.run(tensors)
+            return results[0] if isinstance(made, Operand) else results
+
+        method = getattr(self._packer, name)
+        return call
+
+
 @pytest.fixture
 def packer(device, request, monkeypatch):
     """The kernels, compiled for the current GPU or the CPU."""
     if device == "cuda":
-        return Packer(Sources(request.getfixturevalue("architecture"), (SHARED,)), PackedLayout())
+        return OfTensors(Packer(Sources(request.getfixturevalue("architecture"), (SHARED,)), PackedLayout()))
     folder = request.getfixturevalue("folder")
 
     def load_kernel(sources, source, name, shared_bytes, **defines):
         return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
     monkeypatch.setattr(launch, "load_kernel", load_kernel)
-    return Packer(Sources("sm_80", (SHARED,)), PackedLayout())
+    return OfTensors(Packer(Sources("sm_80", (SHARED,)), PackedLayout()))
 
 
 @pytest.fixture
@@ -361,7 +388,7 @@ def test_token_mean(packer, gaussian, boundaries, head_dim):
     (k,) = gaussian(2, 3, 150, head_dim, BF16)
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries, device=k.device)
     axis = Axis.of(150, 128, cu_seqlens)
-    mean = packer.token_mean(k, axis).cpu()
+    mean = packer.token_mean(k, axis).cpu().view(-1, padded_head_dim(max(head_dim, 33)))
     documents = [k[:, :, start:stop].cpu().double() for start, stop in pairwise(boundaries or [0, 150])]
     wanted = torch.stack([x.sum(2) / max(x.shape[2], 1) for x in documents], 2).flatten(0, 2)
     torch.testing.assert_close(mean[:, :head_dim].double(), wanted, rtol=1e-5, atol=1e-6)
@@ -372,5 +399,5 @@ def test_token_mean_of_many_blocks_never_varies(packer, gaussian):
     (k,) = gaussian(1, 2, 128 * 37 + 5, 64, BF16)
     axis = Axis.of(k.shape[2], 128, None)
     first = packer.token_mean(k, axis)
-    torch.testing.assert_close(first.double(), k.double().mean(2)[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(first[0].double(), k.double().mean(2)[0], rtol=1e-5, atol=1e-6)
     assert all(torch.equal(packer.token_mean(k, axis), first) for _ in range(10))

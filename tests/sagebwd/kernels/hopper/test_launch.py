@@ -134,9 +134,9 @@ def test_a_thread_without_a_context_gets_one_for_its_first_tensor_map(monkeypatc
 
     monkeypatch.setattr(tensor_map, "_encode", encode)
     monkeypatch.setattr(tensor_map, "make_current", lambda device: calls.append("make_current"))
-    x = torch.zeros(1, 1, 1, 64, dtype=torch.float16)
+    x = (512, (1, 1, 1, 64), (64, 64, 64, 1), False, torch.device("cuda", 0))
     with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE"):
-        tensor_map.tensor_map(x)
+        tensor_map.encode(*x)
     assert calls == ["encode", "make_current", "encode"]
-    tensor_map.tensor_map(x)
+    tensor_map.encode(*x)
     assert calls[3:] == ["encode"]

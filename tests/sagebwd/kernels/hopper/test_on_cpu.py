@@ -12,6 +12,7 @@ import torch
 
 from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.hopper import attention as hopper
 from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
 from tests.sagebwd.kernels.inputs import NAMES, VIEWS, token_major
@@ -81,6 +82,7 @@ def test_the_order_in_which_threads_run_changes_nothing(
 def order_of_keys(request, monkeypatch):
     """Each order at each head size and length."""
     monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {64: request.param, 128: request.param})
+    plan.plan_of.cache_clear()
 
 
 DOCUMENTS = (1, 64, 65, 0, 327, 2, 1)
@@ -110,6 +112,7 @@ def test_either_order_of_keys(check, sample, case):
 def test_each_document_has_its_own_order_of_keys(kernels, sample, monkeypatch, window_size):
     """Bit for bit the same in a pack and alone, on either side of the limit."""
     monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {64: 300})
+    plan.plan_of.cache_clear()
     inputs = sample(900, heads=2, kv_heads=1)
     settings = {"window_size": window_size, "config": S_ALONE}
     packed = kernels(*inputs, cu_seqlens=torch.tensor([0, 290, 601, 601, 900]), **settings)

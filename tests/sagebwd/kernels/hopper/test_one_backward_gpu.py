@@ -13,6 +13,7 @@ import torch
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.metrics import relative_l2
 from tests.cli import ROOT
@@ -75,10 +76,11 @@ def test_dk_and_dv_are_those_of_the_two_kernels(configs, head_dim, is_causal, dt
     ids=["causal", "full, groups"],
 )
 def test_the_same_bits_whichever_cta_computes_what(
-    monkeypatch, shape, head_dim, is_causal, config, last_keys_first_up_to
+    monkeypatch, request, shape, head_dim, is_causal, config, last_keys_first_up_to
 ):
     """100 times, in between with few CTAs, and while another stream takes a part of the GPU."""
     monkeypatch.setattr(hopper, "LAST_KEYS_FIRST_UP_TO", {head_dim: last_keys_first_up_to})
+    request.addfinalizer(plan.plan_of.cache_clear)
     inputs = draw(*shape, head_dim)
     settings = {"is_causal": is_causal, "config": config}
     first = gradients(*inputs, **settings)
@@ -88,6 +90,7 @@ def test_the_same_bits_whichever_cta_computes_what(
     for repetition in range(100):
         ctas = (132, 1, 7, 131, 1000)[repetition % 5]  # 1000: more than fit at once
         monkeypatch.setattr(hopper, "_multiprocessors", lambda device, ctas=ctas: ctas)
+        plan.plan_of.cache_clear()
         with torch.cuda.stream(other):
             torch.mm(matrix, matrix)
         again = gradients(*inputs, **settings)
@@ -98,12 +101,14 @@ def test_the_same_bits_whichever_cta_computes_what(
 WITHOUT_A_HANG = """
 import itertools
 import torch
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.hopper import attention as hopper
 from tests.sagebwd.kernels.hopper import test_one_backward_gpu as tests
 
 boundaries = torch.tensor([0, 1, 64, 64, 700, 5000, 5129, 16384], dtype=torch.int32, device="cuda")
 for head_dim, is_causal, up_to in itertools.product((64, 128), (True, False), (0, 2**30)):
     hopper.LAST_KEYS_FIRST_UP_TO[head_dim] = up_to
+    plan.plan_of.cache_clear()
     for shape in ((1, 1, 1, 65536, 65536), (1, 8, 1, 16384, 16384), (16, 16, 16, 128, 128)):
         options = {"is_causal": is_causal, "config": tests.CONFIGS["default"][1]}
         tests.gradients(*tests.draw(*shape, head_dim), **options)

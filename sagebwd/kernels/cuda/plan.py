@@ -1,0 +1,403 @@
+"""Plans: what a call launches, worked out once for all calls with the same signature.
+
+A forward or backward is written as a function of :class:`Operand`, tensors without memory. :func:`run` calls
+it once for each signature: shapes, strides, alignment, dtypes, device and settings. What it allocates and
+launches is written down. Each call then makes one allocation of scratch memory, writes addresses into
+arguments that are packed already, and launches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sagebwd.interface import AttentionParams, ForwardResult
+
+#: How many plans are remembered: models and batches have many shapes. A plan takes about 20 KB.
+PLANS = 2048
+#: An address in a plan: the place of a tensor, counted from 1, and below it an offset in bytes.
+OFFSET_BITS = 48
+#: Parts of the scratch memory are aligned as PyTorch aligns what it allocates.
+ALIGNMENT = 512
+
+
+class Operand:
+    """A tensor of a plan: all that is known of it before a call.
+
+    Has the part of the interface of a tensor that does not look at memory. What :meth:`new_empty` gives is
+    scratch memory, unless the plan's function returns it.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        shape: Sequence[int],
+        strides: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.uint8,
+        misalignment: int = 0,
+    ) -> None:
+        self.plan, self.shape, self.dtype = plan, tuple(shape), dtype
+        self.device = plan.device
+        self._strides = _contiguous(shape) if strides is None else tuple(strides)
+        self._misalignment = misalignment
+        self.place = len(plan.operands)
+        #: What its memory holds from the start; None: anything.
+        self.fill: float | None = None
+        #: Whether a call makes a tensor of it, not a part of the scratch memory.
+        self.is_tensor = False
+        plan.operands.append(self)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def stride(self, axis: int | None = None) -> Any:
+        return self._strides if axis is None else self._strides[axis]
+
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return self.numel() * self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        """The place instead of an address; its low bits are those of the address."""
+        return (self.place + 1 << OFFSET_BITS) + self._misalignment
+
+    def new_empty(self, shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> Operand:
+        shape = (shape,) if isinstance(shape, int) else shape
+        return Operand(self.plan, shape, dtype=dtype or self.dtype)
+
+    def new_result(self) -> Operand:
+        """Laid out as this tensor, as ``empty_like`` does; (B, N, H, D) in memory if it is a stand-in."""
+        if self._strides[3] == 0:
+            _, heads, tokens, channels = self.shape
+            strides = (tokens * heads * channels, channels, heads * channels, 1)
+        else:
+            strides = _strides_like(self.shape, self._strides)
+        return Operand(self.plan, self.shape, strides, self.dtype)
+
+    def fill_(self, value: float) -> None:
+        """From the start, whenever this is called."""
+        self.fill, self.is_tensor = value, True
+
+    def copy_(self, source: Operand) -> None:
+        """After all launches."""
+        self.is_tensor = source.is_tensor = True
+        self.plan.copies.append((self, source))
+
+    def clone(self, *, memory_format: torch.memory_format) -> Operand:
+        """Before all launches."""
+        clone = functools.partial(torch.clone, memory_format=memory_format)
+        return self.call(lambda x: [clone(x)], [self.shape])[0]
+
+    def call(
+        self, function: Callable[[Tensor], Sequence[Tensor]], shapes: Sequence[Sequence[int]]
+    ) -> list[Operand]:
+        """What ``function`` makes of this tensor before all launches: contiguous, of this dtype."""
+        made = [Operand(self.plan, shape, dtype=self.dtype) for shape in shapes]
+        self.plan.calls.append((function, self, made))
+        return made
+
+
+class Plan:
+    """What a call allocates and launches, in order.
+
+    Calls in several threads may run one plan at once: each takes memory for its arguments out of a pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.operands: list[Operand] = []
+        self.calls: list[tuple[Callable[..., Any], Operand, list[Operand]]] = []
+        self.copies: list[tuple[Operand, Operand]] = []
+        self._launches: list[_Launch] = []
+        self._pool: list[_Frame] = []  # list.pop and append are atomic
+
+    def launch(self, kernel: Any, grid: int, threads: int, *arguments: Any) -> None:
+        """Launch ``grid`` CTAs of ``threads``; nothing if ``grid`` is 0.
+
+        Tensors and None are passed as pointers, int as 32-bit int, float as fp32, structures by value.
+
+        Raises:
+            TypeError: an argument has another type, or another size than the kernel's parameter.
+        """
+        if grid == 0:
+            return
+        packed = [_pack(x) for x in arguments]
+        sizes = [len(x) for x in packed]
+        if kernel.parameters not in (None, sizes):
+            raise TypeError(
+                f"{kernel.name} has parameters of {kernel.parameters} bytes, the arguments {sizes}"
+            )
+        padded = [x + bytes(-len(x) % 8) for x in packed]
+        offsets = [0, *accumulate(map(len, padded))][: len(padded)]
+        addresses = [
+            (offset + inner, kind)
+            for offset, x in zip(offsets, arguments, strict=True)
+            for inner, kind in _addresses_in(type(x))
+        ]
+        self._launches.append(_Launch(kernel, grid, threads, b"".join(padded), offsets, addresses))
+
+    def finish(self, inputs: int, results: Sequence[Operand]) -> None:
+        """Lay out the memory; nothing can be added afterwards.
+
+        Args:
+            inputs: how many of the operands, the first, a call gives.
+            results: what it returns.
+        """
+        for x in results:
+            x.is_tensor = True
+        found = self._find_addresses()
+        computed = [x for _, _, several in self.calls for x in several]
+        own = [x for x in self.operands[inputs:] if x not in computed]
+        tensors = [x for x in own if x.is_tensor]
+        launches_of: dict[Operand, list[int]] = {}
+        for x, _, _, _, launch in found:
+            launches_of.setdefault(x, []).append(launch)
+        scratch = [x for x in own if x in launches_of and not x.is_tensor]
+        parts, self._scratch = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
+        # Where :meth:`run` has the memory of an operand: in which tensor, and from which byte on.
+        whole = [*self.operands[:inputs], *computed, *tensors]
+        places = {x: (i, 0) for i, x in enumerate(whole)}
+        places |= {x: (len(whole), part) for x, part in zip(scratch, parts, strict=True)}
+        self._tensors = [(x.shape, x.stride(), x.dtype, x.fill) for x in tensors]
+        self._calls = [(function, places[x][0]) for function, x, _ in self.calls]
+        self._copies = [(places[x][0], places[y][0]) for x, y in self.copies]
+        self._results = [places[x][0] for x in results]
+        self._values = b"".join(x.values for x in self._launches)
+        self._pointers, self._described = [], []
+        for x, offset, position, kind, _ in found:
+            place, part = places[x]
+            if kind is ctypes.c_void_p:
+                self._pointers.append((position // 8, place, offset + part))
+            else:
+                self._described.append((position, place, kind.describe(x)))
+        del self.operands, self.calls, self.copies  # what is kept is above
+
+    def _find_addresses(self) -> list[tuple[Operand, int, int, type, int]]:
+        """Operand, offset in it, position among all arguments, type, and launch of each of its addresses."""
+        found, begin = [], 0
+        for i, launch in enumerate(self._launches):
+            for position, kind in launch.addresses:
+                address = int.from_bytes(launch.values[position : position + 8], "little")
+                if address >> OFFSET_BITS:  # otherwise null, or an address already
+                    x = self.operands[(address >> OFFSET_BITS) - 1]
+                    found.append((x, address - x.data_ptr(), begin + position, kind, i))
+            begin += len(launch.values)
+        return found
+
+    def run(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        """The results for these inputs, on torch's current stream. Does not synchronize.
+
+        Raises:
+            RuntimeError: CUDA refuses a launch; with the name of its error.
+        """
+        tensors = [*tensors]
+        for function, source in self._calls:
+            tensors += function(tensors[source])
+        for shape, strides, dtype, fill in self._tensors:
+            x = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
+            tensors.append(x if fill is None else x.fill_(fill))
+        # Freed when this returns: what this stream runs next may take it.
+        tensors.append(torch.empty(self._scratch, dtype=torch.uint8, device=self.device))
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        try:
+            frame = self._pool.pop()
+        except IndexError:
+            frame = _Frame(self._values, self._launches)
+        words = frame.words
+        for word, place, offset in self._pointers:
+            words[word] = addresses[place] + offset
+        for position, place, describe in self._described:
+            described = describe(addresses[place])
+            frame.values[position : position + len(described)] = described
+        for start, grid, threads, address in frame.launches:
+            start(grid, threads, address)  # which reads the arguments before it returns
+        self._pool.append(frame)
+        for target, source in self._copies:
+            tensors[target].copy_(tensors[source])
+        return [tensors[i] for i in self._results]
+
+
+# --- Functions of operands as functions of tensors ---------------------------------------------------------
+
+
+def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
+    """``forward`` of a kernel set, from the same function of operands."""
+
+    @functools.wraps(write)
+    def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+        return ForwardResult(*run(write, params, (q, k, v)))
+
+    return forward
+
+
+def planned_backward(write: Callable[..., Sequence[Operand]]) -> Callable[..., tuple[Tensor, ...]]:
+    """``backward`` of a kernel set, from the same function of operands."""
+
+    def write_flat(*operands: Any) -> Sequence[Operand]:
+        grad_out, q, k, v, grad_lse, *saved, params = operands
+        return write(grad_out, q, k, v, ForwardResult(*saved), params, grad_lse)
+
+    @functools.wraps(write)
+    def backward(
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        saved: ForwardResult,
+        params: AttentionParams,
+        grad_lse: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        return tuple(run(write_flat, params, (grad_out, q, k, v, grad_lse, *saved)))
+
+    return backward
+
+
+def planned_mean(write: Callable[..., Operand]) -> Callable[..., Tensor]:
+    """``token_mean`` of a kernel set, from the same function of operands."""
+
+    def write_list(*operands: Any) -> list[Operand]:
+        return [write(*operands)]
+
+    return functools.wraps(write)(lambda k, params: run(write_list, params, (k,))[0])
+
+
+def run(
+    write: Callable[..., Sequence[Operand]], params: AttentionParams, tensors: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """What ``write(*operands, params)`` returns, computed on these tensors, of which the first is never None.
+
+    ``write`` is called once for each signature. It may look at nothing but its arguments.
+    """
+    tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
+    known = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
+    plan = plan_of(write, params.with_documents(None, None), tensors[0].device, tuple(known))
+    return plan.run(tensors)
+
+
+@functools.lru_cache(PLANS)
+def plan_of(
+    write: Callable[..., Sequence[Operand]],
+    params: AttentionParams,
+    device: torch.device,
+    signature: tuple[tuple[Any, ...] | None, ...],
+) -> Plan:
+    """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None."""
+    plan = Plan(device)
+    inputs = [Operand(plan, *(known or ((),))) for known in signature]
+    *given, cu_seqlens, cu_seqlens_kv = (known and x for known, x in zip(signature, inputs, strict=True))
+    plan.finish(len(inputs), write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv)))
+    return plan
+
+
+# --- Memory ------------------------------------------------------------------------------------------------
+
+
+def lay_out(parts: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
+    """Where parts lie in one piece of memory, and how large it is.
+
+    Args:
+        parts: first launch, last launch, bytes of each. Two overlap only if one's last launch is before the
+            other's first.
+    """
+    offsets, size = [0] * len(parts), 0
+    placed: list[tuple[int, int, int, int]] = []
+    for i in sorted(range(len(parts)), key=lambda i: -parts[i][2]):
+        first, last, needed = parts[i]
+        for begin, end, *_ in sorted(x for x in placed if x[2] <= last and first <= x[3]):
+            if begin - offsets[i] >= needed:
+                break
+            offsets[i] = max(offsets[i], end)
+        end = offsets[i] + needed
+        placed.append((offsets[i], end + -end % ALIGNMENT, first, last))
+        size = max(size, end)
+    return offsets, size
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of ``empty_like``: the same, if the memory has no gaps."""
+    size = 1
+    for stride, n in sorted(x for x in zip(strides, shape, strict=True) if x[1] > 1):
+        if stride != size:
+            break
+        size *= n
+    if size == prod(shape):
+        return strides
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+
+
+# --- Arguments ---------------------------------------------------------------------------------------------
+
+
+class _Launch(NamedTuple):
+    """A launch, with its arguments one after another, each from a multiple of 8 bytes on.
+
+    offsets: of the arguments. addresses: offset and type of what is an address, or is made of one.
+    """
+
+    kernel: Any
+    grid: int
+    threads: int
+    values: bytes
+    offsets: list[int]
+    addresses: list[tuple[int, type]]
+
+
+class _Frame:
+    """Memory for the arguments of all launches, and the arrays of pointers to them that the driver reads."""
+
+    def __init__(self, values: bytes, launches: Sequence[_Launch]) -> None:
+        self.values = bytearray(values or bytes(8))
+        self.words = memoryview(self.values).cast("Q")
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.values))
+        self.launches, self._arrays = [], []
+        for kernel, grid, threads, own, offsets, _ in launches:
+            array = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+            self._arrays.append(array)
+            self.launches.append((kernel.start, grid, threads, ctypes.addressof(array)))
+            base += len(own)
+
+
+def _pack(x: Any) -> bytes:
+    """An argument as the driver takes it."""
+    if isinstance(x, (Tensor, Operand)):
+        return struct.pack("=Q", x.data_ptr())
+    if x is None:
+        return bytes(8)
+    if isinstance(x, (int, float)):
+        return struct.pack("=i" if isinstance(x, int) else "=f", x)
+    if isinstance(x, ctypes.Structure):
+        return bytes(x)
+    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {type(x).__name__}")
+
+
+@functools.cache
+def _addresses_in(kind: type) -> list[tuple[int, type]]:
+    """Offset and type of the pointers, and of what is made of an address, in an argument of this type."""
+    if not issubclass(kind, ctypes.Structure):
+        return [] if issubclass(kind, (int, float)) else [(0, ctypes.c_void_p)]
+    if hasattr(kind, "describe"):
+        return [(0, kind)]
+    found = []
+    for name, field in kind._fields_:
+        offset = getattr(kind, name).offset
+        if field is ctypes.c_void_p:
+            found.append((offset, field))
+        elif issubclass(field, ctypes.Structure):
+            found += [(offset + inner, own) for inner, own in _addresses_in(field)]
+    return found
