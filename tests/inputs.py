@@ -18,7 +18,18 @@ def largest_logit(q, k):
 
 
 def gradients(function, q, k, v, grad_out, *arguments, **settings):
-    """[out, dq, dk, dv], without the accumulation of backward()."""
+    """[out, dq, dk, dv], and lse if the function returns it."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves, *arguments, **settings)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    result = function(*leaves, *arguments, **settings)
+    out, *lse = result if isinstance(result, tuple) else (result,)
+    assert out.requires_grad
+    out.backward(grad_out)  # a reentrant checkpoint does not support torch.autograd.grad
+    return [out.detach(), *(x.grad for x in leaves), *lse]
+
+
+def assert_same(found, expected):
+    """[out, dq, dk, dv] of the same dtypes and bits, and finite."""
+    for name, x, wanted in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert x.dtype == wanted.dtype, name
+        assert x.isfinite().all(), name
+        assert torch.equal(x, wanted), name

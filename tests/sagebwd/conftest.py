@@ -16,6 +16,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marks of kernels/sets.py, before anything imports that."""
     config.addinivalue_line("markers", "over(names, values): parameters that depend on the kernel set")
     config.addinivalue_line("markers", "emulated: run for the emulated CUDA kernels, too")
+    config.addinivalue_line("markers", "reference: run for the reference, too")
     config.addinivalue_line("markers", "only(condition): run for the kernel sets that meet the condition")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -9,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
+from tests.inputs import gradients
 
 NO_INT8 = SageConfig(int8_matmuls=())
 #: One row of (3, 41): holes, right padding, no key at all.
@@ -17,11 +20,7 @@ MASK[0, ::3] = MASK[0, 30:] = MASK[1, :17] = True
 LOWEST = torch.finfo(torch.float32).min
 
 
-def gradients(inputs, **arguments):
-    """[out, dq, dk, dv]."""
-    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
-    out = sage_attention(*leaves, enable_gqa=True, **arguments)
-    return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
+gradients_of = functools.partial(gradients, sage_attention, enable_gqa=True)
 
 
 def exact_on_visible(inputs, mask, is_causal):
@@ -62,20 +61,20 @@ def test_is_exact_attention_on_the_visible_keys(sample, n_q, is_causal):
     inputs, clean = sample(n_q, is_causal=is_causal)
     wanted = exact_on_visible(clean, MASK, is_causal)
     arguments = {"key_padding_mask": MASK, "is_causal": is_causal}
-    for found, x in zip(gradients(inputs, **arguments, config=NO_INT8), wanted, strict=True):
+    for found, x in zip(gradients_of(*inputs, **arguments, config=NO_INT8), wanted, strict=True):
         torch.testing.assert_close(found.double(), x, rtol=0, atol=1e-5)
         is_hidden = ~MASK if found.shape[2] == 41 and (is_causal or found.shape[1] == 2) else ~MASK.any(1)
         assert not found.transpose(1, 2)[is_hidden].any()
     for config in (SageConfig(), SageConfig(smooth_v=True), SageConfig.strictly_causal()):
-        for found, x in zip(gradients(inputs, **arguments, config=config), wanted, strict=True):
+        for found, x in zip(gradients_of(*inputs, **arguments, config=config), wanted, strict=True):
             assert relative_l2(found, x) < 0.03
 
 
 def test_a_causal_window_is_the_causal_mask(sample):
     """Hidden tokens are hidden as queries, too."""
     inputs, _ = sample(is_causal=True)
-    found = gradients(inputs, window_size=(-1, 0), key_padding_mask=MASK)
-    for x, y in zip(found, gradients(inputs, is_causal=True, key_padding_mask=MASK), strict=True):
+    found = gradients_of(*inputs, window_size=(-1, 0), key_padding_mask=MASK)
+    for x, y in zip(found, gradients_of(*inputs, is_causal=True, key_padding_mask=MASK), strict=True):
         assert torch.equal(x, y)
 
 
@@ -84,8 +83,8 @@ def test_a_mask_of_ones_changes_no_bit(draw, is_causal):
     """In the reference: the scales and means of a document are those of its sequence."""
     inputs = draw(150, head_dim=16, heads=4, kv_heads=2)
     ones = torch.ones(2, 150, dtype=torch.bool)
-    plain = gradients(inputs, is_causal=is_causal)
-    for x, y in zip(gradients(inputs, is_causal=is_causal, key_padding_mask=ones), plain, strict=True):
+    plain = gradients_of(*inputs, is_causal=is_causal)
+    for x, y in zip(gradients_of(*inputs, is_causal=is_causal, key_padding_mask=ones), plain, strict=True):
         assert torch.equal(x, y)
 
 
@@ -109,8 +108,8 @@ def additive(value, dtype=torch.float32):
 def test_attn_mask_where_it_only_hides_keys(sample, attn_mask, visible):
     inputs, _ = sample(29)
     inputs = [x.nan_to_num(0.5, 0.5) for x in inputs]
-    wanted = gradients(inputs, key_padding_mask=visible)
-    for x, y in zip(gradients(inputs, attn_mask=attn_mask), wanted, strict=True):
+    wanted = gradients_of(*inputs, key_padding_mask=visible)
+    for x, y in zip(gradients_of(*inputs, attn_mask=attn_mask), wanted, strict=True):
         assert torch.equal(x, y)
     leaves = [x.double() for x in inputs[:3]]
     torchs = scaled_dot_product_attention(
@@ -123,8 +122,8 @@ def test_attn_mask_where_it_only_hides_keys(sample, attn_mask, visible):
 def test_both_masks_hide(sample):
     inputs, _ = sample(29)
     odd = torch.arange(41)[None, None, None] % 2 == 1
-    found = gradients(inputs, key_padding_mask=MASK, attn_mask=odd)
-    for x, y in zip(found, gradients(inputs, key_padding_mask=MASK & odd[0, 0]), strict=True):
+    found = gradients_of(*inputs, key_padding_mask=MASK, attn_mask=odd)
+    for x, y in zip(found, gradients_of(*inputs, key_padding_mask=MASK & odd[0, 0]), strict=True):
         assert torch.equal(x, y)
 
 
@@ -140,7 +139,7 @@ def test_compiles_without_a_break(sample, is_causal):
     leaves = [x.clone().requires_grad_() for x in inputs[:3]]
     out = torch.compile(attend, backend="aot_eager", fullgraph=True)(*leaves, MASK)
     found = [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
-    wanted = gradients(inputs, key_padding_mask=MASK, is_causal=is_causal)
+    wanted = gradients_of(*inputs, key_padding_mask=MASK, is_causal=is_causal)
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x, y)
 
@@ -220,37 +219,16 @@ def test_a_window_over_holes_is_refused(sample, compiled, window_size):
         assert out[1:].isfinite().all()
 
 
-X = torch.ones(2, 4, 8, 16)
-KEYS = torch.ones(2, 8, dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attn_mask": torch.ones(8, 8).bool()}, r"shape \(8, 8\) and may differ .* SageBwd has is_causal"),
-        ({"attn_mask": torch.ones(2, 4, 1, 8).bool()}, r"pass \(batch, 1, 1, keys\), or expand it"),
-        ({"attn_mask": KEYS}, r"shape \(2, 8\), which does not broadcast .* is key_padding_mask"),
-        ({"attn_mask": KEYS[0]}, r"shape \(8,\), which does not broadcast"),
-        ({"attn_mask": KEYS.int()[:, None, None]}, "attn_mask is int32; pass a bool or an additive"),
-        ({"attn_mask": torch.zeros(1, 8, requires_grad=True)}, "wants a gradient, and SageBwd has no bias"),
-        ({"attn_mask": torch.full((1, 8), torch.nan)}, "values other than 0 and -9000"),
-        ({"attn_mask": True}, "attn_mask is True; pass a torch.Tensor, or is_causal by name: is_causal=True"),
-        ({"key_padding_mask": KEYS.long()}, "key_padding_mask is int64; pass bool, True"),
-        ({"key_padding_mask": KEYS[:, :7]}, r"shape \(2, 7\); pass \(batch, keys\), here \(2, 8\)"),
-        (
-            {"key_padding_mask": KEYS.to("meta")},
-            "key_padding_mask is on meta and q on cpu; move it there",
-        ),
-    ],
-)
-def test_refuses_with_the_fix(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        sage_attention(X, X, X, **arguments)
-
-
-def test_refuses_combinations():
-    with pytest.raises(ValueError, match="cu_seqlens is given together with a mask; leave the hidden tokens"):
-        sage_attention(X[:1], X[:1], X[:1], key_padding_mask=KEYS[:1], cu_seqlens=torch.tensor([0, 8]))
-    for mask in ({"is_causal": True}, {"window_size": (2, 2)}, {"window_size": (20, 20)}):
-        with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
-            sage_attention(X[:, :, :5], X, X, key_padding_mask=KEYS, **mask)
+def test_a_hole_matters_where_the_window_is_narrower_than_all_that_is_shown(draw):
+    """By one token: packed side by side, the first would be seen by the last. Else nothing is hidden."""
+    q, k, v, _ = draw(41, head_dim=16, batch=3)
+    masks = []
+    for tokens in ([10, 11, 13], [10, 12]):
+        masks.append(torch.zeros(3, 41, dtype=torch.bool))
+        masks[-1][:, tokens] = True
+    with pytest.raises(ValueError, match="holes"):
+        sage_attention(q, k, v, key_padding_mask=masks[0], window_size=(5, 2))
+    found = sage_attention(q, k, v, key_padding_mask=masks[1], window_size=(5, 2), config=NO_INT8)
+    wanted = sage_attention(q, k, v, key_padding_mask=masks[1], config=NO_INT8)
+    torch.testing.assert_close(found[:, :, [10, 12]], wanted[:, :, [10, 12]])
+    assert not found[:, :, 11].any()

@@ -13,6 +13,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 import sagebwd
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
+from tests.inputs import gradients
 
 NO_INT8 = SageConfig(int8_matmuls=())
 #: By number of dimensions: those before heads, and the heads of queries and of keys.
@@ -29,14 +30,6 @@ def inputs(dimensions, *, n_q=40, n_kv=50, head_dim=16, value_dim=16):
     return [torch.randn(*batch, *shape, generator=generator) for shape in shapes]
 
 
-def gradients(operator, q, k, v, grad_out, **settings):
-    """[out, dq, dk, dv], and lse if it is asked for."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    result = operator(*leaves, enable_gqa=q.dim() > 2, **settings)
-    out, *lse = result if isinstance(result, tuple) else (result,)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out), *lse]
-
-
 def as_four(x):
     """(…, H, N, D) as (B, H, N, D)."""
     return x.reshape(-1, *x.shape[-3:]) if x.dim() > 2 else x[None, None]
@@ -44,8 +37,8 @@ def as_four(x):
 
 @pytest.mark.parametrize("dimensions", DIMENSIONS)
 def test_means_what_torch_means(dimensions):
-    tensors = inputs(dimensions)
-    for settings in ({}, {"is_causal": True, "scale": 0.4}):
+    tensors, gqa = inputs(dimensions), {"enable_gqa": dimensions > 2}
+    for settings in (gqa, {"is_causal": True, "scale": 0.4} | gqa):
         wanted = gradients(scaled_dot_product_attention, *tensors, **settings)
         for x, y in zip(gradients(sage_attention, *tensors, config=NO_INT8, **settings), wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
@@ -60,7 +53,7 @@ def test_dimensions_change_no_bit(dimensions):
     wide = shown[..., None, :] if dimensions == 2 else shown[..., None, None, :]
     masks = [{"attn_mask": wide}, {"attn_mask": wide.expand(*tensors[0].shape[:-1], 50)}]
     sinks = torch.linspace(-1, 2, DIMENSIONS[dimensions][1])
-    settings = {"sinks": sinks, "return_lse": True}
+    settings = {"sinks": sinks, "return_lse": True, "enable_gqa": True}
     flat = shown.reshape(-1, 50)
     wanted = gradients(sage_attention, *map(as_four, tensors), key_padding_mask=flat, **settings)
     for mask in ({"key_padding_mask": shown}, *masks):
@@ -73,28 +66,21 @@ def test_dimensions_change_no_bit(dimensions):
 def test_packed_sequences_without_a_batch():
     q, k, v, grad_out = inputs(3)
     cuts = {"cu_seqlens": torch.tensor([0, 15, 40]), "cu_seqlens_kv": torch.tensor([0, 30, 50])}
+    cuts["enable_gqa"] = True
     found = gradients(sage_attention, q, k, v, grad_out, **cuts)
     wanted = gradients(sage_attention, *(x[None] for x in (q, k, v, grad_out)), **cuts)
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x, y[0])
 
 
-def test_any_strides():
-    """Heads behind tokens, and a batch that cannot be viewed as one dimension."""
-    tensors = inputs(5)
-    wanted = gradients(sage_attention, *tensors)
-    strided = [x.permute(1, 3, 0, 2, 4).contiguous().permute(2, 0, 3, 1, 4) for x in tensors]
-    for x, y in zip(gradients(sage_attention, *strided), wanted, strict=True):
-        assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("sizes", [(24, 16), (16, 24), (16, 1), (192, 128)], ids=str)
 def test_values_of_another_width(sizes):
     head_dim, value_dim = sizes
     tensors = inputs(4, n_q=50, head_dim=head_dim, value_dim=value_dim)
-    wanted = gradients(scaled_dot_product_attention, *(x.double() for x in tensors), is_causal=True)
+    settings = {"is_causal": True, "enable_gqa": True}
+    wanted = gradients(scaled_dot_product_attention, *(x.double() for x in tensors), **settings)
     for config, bound in ((NO_INT8, 1e-6), (SageConfig(), 0.025)):
-        found = gradients(sage_attention, *tensors, is_causal=True, config=config)
+        found = gradients(sage_attention, *tensors, **settings, config=config)
         for x, y in zip(found, wanted, strict=True):
             assert x.shape == y.shape
             assert relative_l2(x, y) < bound
@@ -104,8 +90,8 @@ def test_the_narrower_are_padded():
     """To the bits, with the logits' own scale."""
     q, k, v, grad_out = inputs(4, value_dim=24)
     wide = [pad(x, (0, 24 - x.shape[-1])) for x in (q, k, v, grad_out)]
-    wanted = gradients(sage_attention, *wide, scale=0.25)
-    for x, y in zip(gradients(sage_attention, q, k, v, grad_out), wanted, strict=True):
+    wanted = gradients(sage_attention, *wide, scale=0.25, enable_gqa=True)
+    for x, y in zip(gradients(sage_attention, q, k, v, grad_out, enable_gqa=True), wanted, strict=True):
         assert torch.equal(x, y[..., : x.shape[-1]])
 
 
@@ -118,6 +104,7 @@ def test_the_wider_head_size_decides_which_kernels_run():
 @pytest.mark.parametrize("dimensions", [3, 5])
 def test_compiles_without_a_break(dimensions, compiled):
     tensors = inputs(dimensions, value_dim=24)
-    wanted = gradients(sage_attention, *tensors)
-    for x, y in zip(gradients(compiled(sage_attention), *tensors), wanted, strict=True):
+    wanted = gradients(sage_attention, *tensors, enable_gqa=True)
+    found = gradients(compiled(sage_attention), *tensors, enable_gqa=True)
+    for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x, y)

@@ -1,13 +1,15 @@
 """Windows: what they hide, that they are checked, and attention under them compared with torch's."""
 
+import functools
 from itertools import product
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from sagebwd import SageConfig, explain, sage_attention
+from sagebwd import SageConfig, sage_attention
 from sagebwd.window import Window
+from tests.inputs import gradients
 
 NO_INT8 = SageConfig(int8_matmuls=())
 SIZES = (-1, 0, 1, 3, 20)
@@ -55,29 +57,6 @@ def test_a_causal_mask_stays_one_and_takes_the_right_limit_away():
     assert Window(-1, 2).is_sliding
 
 
-# --- Validation --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "window_size", [None, 4, "44", (1,), (1, 2, 3), (1.0, 2), (None, 0), (True, 0), {1, 2}]
-)
-def test_what_is_no_pair_of_integers_is_refused(window_size):
-    q = torch.zeros(1, 1, 4, 8)
-    for call in (sage_attention, explain):
-        with pytest.raises(
-            ValueError, match=r"window_size is .*; pass two integers, \(left, right\); -1 is no"
-        ):
-            call(q, q, q, window_size=window_size)
-
-
-def test_other_negative_limits_are_refused():
-    q = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(
-        ValueError, match=r"window_size is \(-2, 0\); pass numbers of keys, or -1 for no limit"
-    ):
-        sage_attention(q, q, q, window_size=(-2, 0))
-
-
 def test_a_list_is_a_pair_too():
     q = torch.randn(1, 1, 9, 8)
     assert torch.equal(
@@ -88,20 +67,19 @@ def test_a_list_is_a_pair_too():
 # --- Attention ---------------------------------------------------------------------------------------------
 
 
-def gradients(operator, q, k, v, grad_out, **settings):
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    out = operator(*leaves, enable_gqa=True, **settings)
-    return (out, *torch.autograd.grad(out, leaves, grad_out))
+gradients_of = functools.partial(gradients, enable_gqa=True)
 
 
-@pytest.mark.parametrize(("n_q", "n_kv"), [(50, 50), (31, 77), (150, 31)])
-@pytest.mark.parametrize("window_size", [(0, 0), (7, 0), (-1, 5), (20, -1), (10, 33)])
+@pytest.mark.parametrize(
+    ("n_q", "n_kv", "window_size"),
+    [(50, 50, (0, 0)), (50, 50, (10, 33)), (31, 77, (7, 0)), (31, 77, (-1, 5)), (150, 31, (20, -1))],
+)
 def test_means_what_torch_means_by_the_mask(draw, n_q, n_kv, window_size):
     """A query without keys gets zeros, and gives none to any gradient, as in torch."""
     inputs = draw(n_q, n_kv, heads=4, kv_heads=2, batch=1)
-    ours = gradients(sage_attention, *inputs, window_size=window_size, config=NO_INT8)
+    ours = gradients_of(sage_attention, *inputs, window_size=window_size, config=NO_INT8)
     mask = mask_of(n_q, n_kv, *window_size)
-    torchs = gradients(scaled_dot_product_attention, *inputs, attn_mask=mask)
+    torchs = gradients_of(scaled_dot_product_attention, *inputs, attn_mask=mask)
     for x, y in zip(ours, torchs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     without_keys = ~mask.any(1)
@@ -111,12 +89,12 @@ def test_means_what_torch_means_by_the_mask(draw, n_q, n_kv, window_size):
 
 def test_a_window_that_hides_nothing_changes_no_bit(draw):
     inputs = draw(60, 50)
-    plain = gradients(sage_attention, *inputs)
-    causal = gradients(sage_attention, *inputs, is_causal=True)
+    plain = gradients_of(sage_attention, *inputs)
+    causal = gradients_of(sage_attention, *inputs, is_causal=True)
     for window_size in ((59, 49), (10**9, 10**9), (-1, 10**12)):
-        assert all(map(torch.equal, gradients(sage_attention, *inputs, window_size=window_size), plain))
-    assert all(map(torch.equal, gradients(sage_attention, *inputs, window_size=(-1, 0)), causal))
-    wide = gradients(sage_attention, *inputs, is_causal=True, window_size=(59, 7))
+        assert all(map(torch.equal, gradients_of(sage_attention, *inputs, window_size=window_size), plain))
+    assert all(map(torch.equal, gradients_of(sage_attention, *inputs, window_size=(-1, 0)), causal))
+    wide = gradients_of(sage_attention, *inputs, is_causal=True, window_size=(59, 7))
     assert all(map(torch.equal, wide, causal))
 
 
@@ -131,9 +109,9 @@ def test_padding_goes_with_a_window(draw):
     """The window counts tokens where they are. A hidden token is hidden as a query, too."""
     inputs = draw(40, heads=4, kv_heads=2, batch=4)
     settings = {"window_size": (6, 2), "config": NO_INT8}
-    ours = gradients(sage_attention, *inputs, key_padding_mask=PADDED, **settings)
+    ours = gradients_of(sage_attention, *inputs, key_padding_mask=PADDED, **settings)
     mask = mask_of(40, 40, 6, 2) & PADDED[:, None, None] & PADDED[:, None, :, None]
-    torchs = gradients(scaled_dot_product_attention, *inputs, attn_mask=mask)
+    torchs = gradients_of(scaled_dot_product_attention, *inputs, attn_mask=mask)
     for x, y in zip(ours, torchs, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
     _, lse = sage_attention(
@@ -168,21 +146,3 @@ def test_the_logsumexp_is_that_of_the_plain_logits(draw, window_size, is_packed)
         assert lse.requires_grad
         torch.testing.assert_close(lse.double(), wanted, rtol=0, atol=bound)
         assert torch.equal(out, sage_attention(q, k, v, config=config, **settings))
-
-
-def test_the_gradient_with_a_logsumexp_is_the_same_one(draw):
-    q, k, v, grad_out = draw(40)
-    plain = gradients(sage_attention, q, k, v, grad_out)
-    with_lse = gradients(
-        lambda *x, **settings: sage_attention(*x, return_lse=True, **settings)[0], q, k, v, grad_out
-    )
-    assert all(map(torch.equal, with_lse, plain))
-
-
-def test_without_keys_or_queries_the_logsumexp_is_that_of_nothing():
-    q, k = torch.zeros(2, 3, 5, 8), torch.zeros(2, 3, 0, 8)
-    out, lse = sage_attention(q, k, k, return_lse=True)
-    assert not out.any()
-    assert lse.shape == (2, 3, 5)
-    assert (lse == -torch.inf).all()
-    assert sage_attention(k, q, q, return_lse=True)[1].shape == (2, 3, 0)

@@ -7,24 +7,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 import sagebwd
 from sagebwd import SageConfig
 
 pytest.importorskip("diffusers", reason="diffusers is not installed; pip install -e '.[dev]' (Python 3.11)")
 
-from diffusers import attention_backend
 from diffusers.models.attention_dispatch import (
     AttentionBackendName,
     _AttentionBackendRegistry,
     dispatch_attention_fn,
 )
 
-from sagebwd.integrations import torch_flash
 from sagebwd.integrations.diffusers import check, find_bypasses, register
+from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations import diffusers_families as families
-from tests.sagebwd.integrations.families import cosine
 
 EXACT = 1e-5
 FAMILIES = families.FAMILIES
@@ -60,42 +58,7 @@ def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, **arguments: object) 
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))]
 
 
-def error(x: Tensor, truth: Tensor) -> float:
-    return ((x - truth).norm() / truth.norm()).item()
-
-
 # Models
-
-
-@pytest.mark.parametrize("name", ["Flux", "Wan", "Qwen-Image"])
-def test_a_model_has_the_gradients_of_full_precision(name):
-    truth, _ = families.train_step(FAMILIES[name], "native")
-    exact, _ = families.train_step(FAMILIES[name], "sagebwd_exact")
-    found, _ = families.train_step(FAMILIES[name], "sagebwd")
-    assert found.keys() == exact.keys() == truth.keys()
-    largest = max(gradient.norm() for gradient in truth.values())
-    for parameter, gradient in truth.items():
-        # A bias of all keys: softmax ignores it, so that its gradient is zero but for rounding.
-        if gradient.norm() > 1e-6 * largest:
-            assert error(exact[parameter], gradient) < EXACT, parameter
-            assert cosine_similarity(found[parameter].flatten(), gradient.flatten(), dim=0) > 0.998, parameter
-
-
-def test_training_lowers_the_loss_and_the_report_names_the_processor():
-    model = families.build(FAMILIES["Wan"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    batch = FAMILIES["Wan"].inputs()
-    target, losses = torch.randn_like(batch["hidden_states"]), []
-    with families.attention_set(model, "sagebwd"):
-        for _ in range(6):
-            loss = (model(**batch, return_dict=False)[0] - target).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-    assert losses[-1] < 0.9 * losses[0]
-    (row,) = sagebwd.report().rows
-    assert (row.name, row.kernels, row.calls) == ("WanAttnProcessor", "reference", 6 * 4)
 
 
 # The backend
@@ -111,7 +74,7 @@ def test_layout_heads_mask_and_scale_are_diffusers(heads, arguments):
     for x, truth in zip(
         compute("sagebwd_exact", *tensors, **arguments), compute("native", *tensors, **arguments), strict=True
     ):
-        assert error(x, truth) < EXACT
+        assert relative_l2(x, truth) < EXACT
 
 
 def hidden_keys(dtype: torch.dtype) -> Tensor:
@@ -121,22 +84,22 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
     return visible if dtype == torch.bool else torch.where(visible, 0.0, -10_000.0).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 @pytest.mark.parametrize(
-    "expand",
+    ("dtype", "expand"),
     [
-        lambda mask: mask,
-        lambda mask: mask[:, None, None].expand(2, 4, 13, 19),
-        lambda mask: mask[:, None, None].repeat(1, 4, 1, 1),
+        (torch.bool, lambda mask: mask),
+        (torch.float32, lambda mask: mask[:, None, None].expand(2, 4, 13, 19)),
+        (torch.bool, lambda mask: mask[:, None, None].repeat(1, 4, 1, 1)),
+        (torch.float32, lambda mask: mask[:, None, None].repeat(1, 4, 1, 1)),
     ],
-    ids=["keys", "expanded", "repeated-for-heads"],
+    ids=["keys", "expanded", "repeated for heads", "additive, repeated for heads"],
 )
 def test_masks_of_keys(dtype, expand):
     """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
     mask, tensors = expand(hidden_keys(dtype)), inputs()
     found = compute("sagebwd_exact", *tensors, attn_mask=mask)
     for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
-        assert error(x, truth) < EXACT
+        assert relative_l2(x, truth) < EXACT
     assert not found[2][1, 4:7].any()
     assert not found[3][1, 15:].any()
 
@@ -156,11 +119,13 @@ def test_values_may_have_another_width():
     q, k, _ = inputs()
     v = torch.randn(2, 19, 4, 24, requires_grad=True)
     for x, truth in zip(compute("sagebwd_exact", q, k, v), compute("native", q, k, v), strict=True):
-        assert error(x, truth) < EXACT
+        assert relative_l2(x, truth) < EXACT
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
-@pytest.mark.parametrize("name", ["window", "hidden queries", "last queries"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("window", torch.bool), ("hidden queries", torch.float32), ("last queries", torch.bool)],
+)
 def test_masks_of_each_query_that_sagebwd_computes(name, dtype):
     """The window of ACE-Step, Chroma's mask that hides queries as well, and causal after earlier keys."""
     n_q = 13 if name == "last queries" else 19
@@ -178,7 +143,7 @@ def test_masks_of_each_query_that_sagebwd_computes(name, dtype):
     for backend in ("sagebwd_exact", "native"):
         out = seen * dispatch_attention_fn(q, k, v, backend=backend, attn_mask=mask)
         results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
-    assert all(error(x, truth) < EXACT for x, truth in zip(*results, strict=True))
+    assert all(relative_l2(x, truth) < EXACT for x, truth in zip(*results, strict=True))
     assert [(row.kernels, row.calls) for row in sagebwd.report().rows] == [("reference", 1)]
 
 
@@ -209,23 +174,6 @@ def test_what_is_not_computed_is_refused(arguments, message):
         dispatch_attention_fn(*inputs(), backend="sagebwd", **arguments)
 
 
-def test_a_mask_for_each_query_falls_back_where_it_may():
-    mask = torch.rand(13, 19) < 0.7
-    with pytest.warns(UserWarning, match="runs in full precision, not in INT8: .*mask"):
-        found = compute("sagebwd_or_full", *inputs(), attn_mask=mask)
-    truth = compute("native", *inputs(), attn_mask=mask)
-    assert all(torch.equal(x, y) for x, y in zip(found, truth, strict=True))
-    assert [(row.kernels, row.calls) for row in sagebwd.report().rows] == [("", 1)]
-
-
-def test_the_context_manager_takes_the_name():
-    q, k, v = inputs()
-    with attention_backend("sagebwd"):
-        dispatch_attention_fn(q, k, v)
-    (row,) = sagebwd.report().rows
-    assert row.kernels == "reference"
-
-
 def test_it_compiles_without_a_graph_break():
     q, k, v = inputs()
     attend = functools.partial(dispatch_attention_fn, backend=AttentionBackendName("sagebwd"))
@@ -243,7 +191,7 @@ def test_on_a_gpu_the_kernels_compute_it():
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
         true_gradients = torch.autograd.grad(truth.sum(), (q, k, v))
         for x, y in zip((out.detach(), *gradients), (truth.detach(), *true_gradients), strict=True):
-            assert error(x.float(), y.float()) < 0.1
+            assert relative_l2(x.float(), y.float()) < 0.1
     assert "reference" not in {row.kernels for row in sagebwd.report().rows}
 
 
@@ -286,15 +234,6 @@ def test_a_processor_that_calls_pytorch_itself_is_refused_before_the_first_step(
         model.set_attention_backend("sagebwd_or_full")
     assert sagebwd.report().rows[0].name == "JointAttnProcessor2_0"
     model.set_attention_backend("native")
-
-
-def test_torch_flash_reaches_them():
-    family = FAMILIES["SD 3"]
-    truth, _ = families.train_step(family, "native")
-    with torch_flash.patch_sdpa():
-        found, attention = families.train_step(family, "native")
-    assert cosine(found, truth, attention) > 0.998
-    assert {row.kernels for row in sagebwd.report().rows} == {"reference"}
 
 
 class ByHand(nn.Module):

@@ -7,13 +7,10 @@ import sys
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from sagebwd import SageConfig
 from sagebwd.integrations import flash_attn
-from sagebwd.integrations.alignment import align
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.integrations.hand_written import assert_trains_as
 
 EXACT = SageConfig(int8_matmuls=())
 LENGTHS = [(7, 7), (3, 8), (8, 3), (1, 6), (6, 1)]
@@ -53,18 +50,6 @@ def assert_same(
         assert relative_l2(gradient, x) < bound or (gradient - x).abs().max() < 1e-6, name
 
 
-def test_masks_counted_from_the_first_are_those_counted_from_the_last():
-    for n_q, n_kv, window in itertools.product(range(1, 7), range(1, 7), WINDOWS):
-        aligned = align(n_q, n_kv, window)
-        first_query, first_key, (left, right) = aligned.first_query, aligned.first_key, aligned.window
-        seen = torch.zeros(n_q, n_kv, dtype=torch.bool)
-        distance = torch.arange(n_kv - first_key) - torch.arange(n_q - first_query)[:, None]
-        seen[first_query:, first_key:] = (distance >= -(left if left >= 0 else 99)) & (
-            distance <= (right if right >= 0 else 99)
-        )
-        assert torch.equal(seen, is_seen(n_q, n_kv, window)), (n_q, n_kv, window)
-
-
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_every_window_from_the_bottom_right(lengths):
     n_q, n_kv = lengths
@@ -91,9 +76,9 @@ def test_packed_sequences(causal, window, is_same):
     mask = torch.zeros(12, n_kv, dtype=torch.bool)
     for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
         mask[a:b, c:d] = is_seen(b - a, d - c, (window[0], 0) if causal else window)
-    truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
+    truth, true_lse = truth_of(*(x[None] for x in leaves), mask, 0.3)
     found, lse, weights = flash_attn.flash_attn_varlen_func(
-        *leaves, boundaries, boundaries_kv, 5, 5, causal=causal, window_size=window,
+        *leaves, boundaries, boundaries_kv, 5, 5, softmax_scale=0.3, causal=causal, window_size=window,
         return_attn_probs=True, config=EXACT,
     )  # fmt: skip
     assert weights is None
@@ -142,17 +127,6 @@ def test_packed_arguments_are_their_parts():
     found = flash_attn.flash_attn_varlen_kvpacked_func(q[0], kv[0], *cuts, **settings)
     truth = flash_attn.flash_attn_varlen_func(q[0], *kv[0].unbind(1), *cuts, **settings)
     assert_same(found, truth, [q, kv], "varlen kv")
-
-
-@pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
-def test_a_model_trains_as_with_full_precision(config, bound):
-    """The bound of INT8 is that of test_hand_written.py."""
-
-    def attend(q, k, v, attn_mask, dropout_p, is_causal):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return flash_attn.flash_attn_func(q, k, v, dropout_p, causal=is_causal, config=config).transpose(1, 2)
-
-    assert_trains_as(attend, F.scaled_dot_product_attention, bound=bound)
 
 
 def test_packed_sequences_compile_without_a_graph_break():
@@ -268,7 +242,8 @@ def test_a_program_that_imports_flash_attn_runs_the_installed_config(program):
     exact = flash_attn.flash_attn_func(q, k, v, causal=True, config=EXACT)
     assert torch.equal(program["flash_attn_func"](q, k, v, causal=True), exact)
     assert not torch.equal(flash_attn.flash_attn_func(q, k, v, causal=True, config=SageConfig()), exact)
-    flash_attn.install()
+    for change in (flash_attn.install, lambda: flash_attn.install(EXACT), flash_attn.uninstall):
+        change()  # back to the default in the end, also for what a program holds
     assert not torch.equal(program["flash_attn_func"](q, k, v, causal=True), exact)
     assert program["__version__"].startswith("2.")
 

@@ -21,6 +21,7 @@ from sagebwd.integrations.flash_attn import flash_attn_func
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
 from tests import warm
+from tests.inputs import gradients
 
 RANKS = 4
 N, HEADS, D = 256, 4, 32
@@ -36,10 +37,7 @@ def draw():
 
 def whole(is_causal):
     """[out, dq, dk, dv] of one INT8 call."""
-    *inputs, grad_out = draw()
-    leaves = [x.requires_grad_() for x in inputs]
-    out = sage_attention(*leaves, is_causal=is_causal)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+    return gradients(sage_attention, *draw(), is_causal=is_causal)
 
 
 def ring(mesh, is_causal):

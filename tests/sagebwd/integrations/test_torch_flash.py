@@ -153,7 +153,7 @@ def test_merged_logsumexps_give_the_gradients_of_all_keys(override, has_copies):
 
 @pytest.mark.parametrize(("config", "bound"), [(EXACT, 1e-5), (SageConfig(), 0.08)], ids=["exact", "INT8"])
 def test_a_model_trains_behind_torchs_operators(override, config, bound):
-    """The bound of INT8 is that of test_hand_written.py."""
+    """The bound of INT8 is that of tiny_models.py."""
     override(config)
 
     def attend(q, k, v, attn_mask, dropout_p, is_causal):
@@ -221,7 +221,7 @@ def test_activate_and_restore(monkeypatch):
     attention = torch.nn.attention
     torch_flash.register("sagebwd-test", EXACT)
     assert "sagebwd-test" in attention.list_flash_attention_impls()
-    had_cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
     x = torch.randn(1, 1, 3, 8)
     try:
         attention.activate_flash_attention_impl("sagebwd-test")
@@ -229,7 +229,7 @@ def test_activate_and_restore(monkeypatch):
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         attention.restore_flash_attention_impl()
-    assert torch.backends.cuda.cudnn_sdp_enabled() == had_cudnn
+    assert torch.backends.cuda.cudnn_sdp_enabled()
     override = torch_flash.Override(EXACT, "CPU")
     aten._scaled_dot_product_flash_attention(x, x, x)
     override.remove()
@@ -321,17 +321,6 @@ def test_compiled_sdpa_gives_the_results_of_eager(activated):
     found = sdpa_and_gradients(*inputs, function=compiled)
     for x, y in zip(found, expected, strict=True):
         assert relative_l2(x, y) < 1e-6
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings(REPLACED)
-def test_saved_for_the_backward_from_the_logsumexp_alone(activated):
-    """Gradients through torch's operators are ours, but for the change of the logsumexp's base and back."""
-    q, k, v, grad_out = draw_on_gpu()
-    found = sdpa_and_gradients(q, k, v, grad_out)
-    expected = sdpa_and_gradients(q, k, v, grad_out, function=sage_attention)
-    for x, y in zip(found, expected, strict=True):
-        assert relative_l2(x, y) < 1e-3
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
     GQA,
@@ -18,7 +19,6 @@ from tests.sagebwd.integrations.tiny_models import (
     VOCABULARY,
     assert_same_gradients,
     draw_tokens,
-    error,
     make,
     packed,
     padded,
@@ -32,18 +32,19 @@ def test_without_int8_a_model_trains_as_with_sdpa(name):
     truth = train_step(model, "sdpa", input_ids=tokens, labels=tokens)
     found = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
     assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert error(found.logits, truth.logits) < EXACT
+    assert relative_l2(found.logits, truth.logits) < EXACT
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
 
-@pytest.mark.parametrize("attention", ["sagebwd", "sagebwd-paper"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "attention"), [*((name, "sagebwd") for name in MODELS), ("llama-gqa", "sagebwd-paper")]
+)
 def test_int8_costs_a_model_its_rounding_and_no_more(name, attention):
     model, tokens = make(name), draw_tokens(2, 60)
     truth = train_step(model, "sdpa", input_ids=tokens, labels=tokens)
     found = train_step(model, attention, input_ids=tokens, labels=tokens)
     assert found.loss == pytest.approx(truth.loss, rel=INT8_LOSS)
-    assert EXACT < error(found.logits, truth.logits) < INT8_OUTPUT
+    assert EXACT < relative_l2(found.logits, truth.logits) < INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
 
 
@@ -61,75 +62,34 @@ def test_sinks_train_as_with_eager(is_padded):
         assert_same_gradients(train_step(model, attention, **given).gradients, truth.gradients, bound)
 
 
-def test_a_training_step_in_bf16_keeps_the_dtype_and_every_gradient():
-    model, tokens = make("qwen3").to(torch.bfloat16), draw_tokens(2, 40)
-    found = train_step(model, "sagebwd", input_ids=tokens, labels=tokens)
-    assert found.logits.dtype == torch.bfloat16
-    assert all(x.abs().max() > 0 for x in found.gradients.values())
-
-
 def test_a_decoder_with_is_causal_false_attends_in_both_directions():
     model, tokens = make("llama-gqa"), draw_tokens(2, 20)
     truth, found = (
         train_step(model, attention, input_ids=tokens, labels=tokens, is_causal=False)
         for attention in ("sdpa", "sagebwd-exact")
     )
-    assert error(found.logits, truth.logits) < EXACT
+    assert relative_l2(found.logits, truth.logits) < EXACT
     causal = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
-    assert error(causal.logits, truth.logits) > 0.1
-
-
-def test_gradient_checkpointing_changes_nothing():
-    model, tokens = make("llama-gqa").train(), draw_tokens(2, 40)
-    mask = torch.ones_like(tokens)
-    mask[0, :9] = 0
-    inputs = {"input_ids": tokens, "labels": tokens, "attention_mask": mask}
-    plain = train_step(model, "sagebwd", **inputs)
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable({"use_reentrant": False})
-    checkpointed = train_step(model, "sagebwd", **inputs)
-    assert_same_gradients(checkpointed.gradients, plain.gradients, EXACT)
-
-
-def test_a_few_steps_of_training_lower_the_loss():
-    model, tokens = make("llama-gqa", initializer_range=0.02), draw_tokens(4, 32)
-    model.set_attn_implementation("sagebwd")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(8):
-        loss = model(input_ids=tokens, labels=tokens).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 0.5
+    assert relative_l2(causal.logits, truth.logits) > 0.1
 
 
 # Padding
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "side"), [(name, ("left", "right")[n % 2]) for n, name in enumerate(MODELS)]
+)
 def test_padding_is_as_with_sdpa_at_the_real_tokens(name, side):
     model, inputs = make(name), padded(name, side)
     real = inputs["attention_mask"].bool()
     truth = train_step(model, "sdpa", **inputs)
     found = train_step(model, "sagebwd-exact", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert error(found.logits[real], truth.logits[real]) < EXACT
+    assert relative_l2(found.logits[real], truth.logits[real]) < EXACT
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
     found = train_step(model, "sagebwd", **inputs)
-    assert error(found.logits[real], truth.logits[real]) < INT8_OUTPUT
+    assert relative_l2(found.logits[real], truth.logits[real]) < INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
-
-
-def test_the_content_of_padding_changes_nothing():
-    model, inputs = make("llama"), padded("llama", "left")
-    before = train_step(model, "sagebwd", **inputs)
-    inputs["input_ids"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, 5)
-    after = train_step(model, "sagebwd", **inputs)
-    real = inputs["attention_mask"].bool()
-    assert torch.equal(before.logits[real], after.logits[real])
 
 
 def test_a_hole_in_the_mask_hides_its_keys_and_parts_no_document():
@@ -140,16 +100,7 @@ def test_a_hole_in_the_mask_hides_its_keys_and_parts_no_document():
     for positions in (None, (inputs["attention_mask"].cumsum(1) - 1).masked_fill(~real, 1)):
         truth = train_step(model, "sdpa", **inputs, position_ids=positions)
         found = train_step(model, "sagebwd-exact", **inputs, position_ids=positions)
-        assert error(found.logits[real], truth.logits[real]) < EXACT
-
-
-def test_a_mask_of_ones_is_no_mask():
-    model, tokens = make("llama"), draw_tokens(2, 20)
-    plain = train_step(model, "sagebwd", input_ids=tokens, labels=tokens)
-    ones = train_step(
-        model, "sagebwd", input_ids=tokens, labels=tokens, attention_mask=torch.ones_like(tokens)
-    )
-    assert torch.equal(plain.logits, ones.logits)
+        assert relative_l2(found.logits[real], truth.logits[real]) < EXACT
 
 
 @pytest.mark.parametrize("n_target", [20, 33, 40])
@@ -176,7 +127,7 @@ def test_cross_attention_to_a_padded_source_is_as_with_sdpa(n_target):
     # As many target as source tokens, 33, is a trap: a hidden key must not hide the query in its place.
     inputs["labels"] = draw_tokens(3, n_target, seed=1)
     truth, found = (train_step(model, attention, **inputs) for attention in ("sdpa", "sagebwd-exact"))
-    assert error(found.logits, truth.logits) < EXACT
+    assert relative_l2(found.logits, truth.logits) < EXACT
 
 
 # Windows
@@ -189,7 +140,7 @@ WINDOWED = {
 }
 
 
-@pytest.mark.parametrize("side", ["left", "right", None])
+@pytest.mark.parametrize("side", ["left", None])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_a_sliding_window_is_that_of_sdpa(name, side):
     model, inputs = make(name, **WINDOWED[name]), padded(name, side or "left")
@@ -207,7 +158,7 @@ def test_a_window_in_int8_costs_its_rounding_and_matters():
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
     wide = train_step(make("mistral"), "sdpa", **inputs)
     real = inputs["attention_mask"].bool()
-    assert error(wide.logits[real], truth.logits[real]) > 0.1
+    assert relative_l2(wide.logits[real], truth.logits[real]) > 0.1
 
 
 def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_distances():
@@ -247,7 +198,7 @@ def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
     truth = train_step(model, "sdpa", **inputs)
     found = train_step(model, "sagebwd", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=2 * INT8_LOSS)
-    assert error(found.logits[real], truth.logits[real]) < 2 * INT8_OUTPUT
+    assert relative_l2(found.logits[real], truth.logits[real]) < 2 * INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, 2 * INT8_GRADIENT)
 
 

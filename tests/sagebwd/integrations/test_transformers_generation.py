@@ -4,12 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.tiny_models import (
     EXACT,
-    INT8_OUTPUT,
     assert_same_gradients,
     draw_tokens,
-    error,
     make,
     train_step,
 )
@@ -17,7 +16,6 @@ from tests.sagebwd.integrations.tiny_models import (
 PROMPT, NEW = 12, 14
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["even", "left-padded"])
 @pytest.mark.parametrize(
     "how",
     [
@@ -30,12 +28,11 @@ PROMPT, NEW = 12, 14
     ],
     ids=lambda how: "-".join(map(str, how)) or "default",
 )
-@pytest.mark.parametrize("name", ["qwen3"])
-def test_greedy_generation_gives_the_tokens_of_sdpa(name, how, is_padded):
-    model, prompt = make(name, initializer_range=0.2).eval(), draw_tokens(3, PROMPT)
+def test_greedy_generation_gives_the_tokens_of_sdpa(how):
+    """Of prompts that are padded on the left."""
+    model, prompt = make("qwen3", initializer_range=0.2).eval(), draw_tokens(3, PROMPT)
     mask = torch.ones_like(prompt)
-    if is_padded:
-        mask[0, :5], mask[2, :1] = 0, 0
+    mask[0, :5], mask[2, :1] = 0, 0
     texts = []
     for attention in ("sdpa", "sagebwd-exact"):
         model.set_attn_implementation(attention)
@@ -45,13 +42,17 @@ def test_greedy_generation_gives_the_tokens_of_sdpa(name, how, is_padded):
     assert len(texts[0][:, PROMPT:].unique()) > NEW // 2, "a text to tell apart"
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["even", "left-padded"])
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}, {"use_cache": False}],
-    ids=lambda how: next(iter(how), "default"),
+    ("window", "how", "is_padded"),
+    [
+        (16, {}, True),
+        (7, {}, False),
+        (7, {"cache_implementation": "static"}, True),
+        (16, {"cache_implementation": "static"}, False),
+        (7, {"prefill_chunk_size": 5}, True),
+        (16, {"use_cache": False}, True),
+    ],
 )
-@pytest.mark.parametrize("window", [16, 7])
 def test_generation_beyond_a_sliding_window_drops_old_keys_as_sdpa_does(window, how, is_padded):
     model = make("mistral", initializer_range=0.2, sliding_window=window).eval()
     prompt = draw_tokens(2, PROMPT)
@@ -65,18 +66,6 @@ def test_generation_beyond_a_sliding_window_drops_old_keys_as_sdpa_does(window, 
     assert torch.equal(*texts)
 
 
-def test_int8_generation_starts_from_the_logits_of_sdpa_but_for_rounding():
-    model, prompt = make("llama-gqa").eval(), draw_tokens(2, PROMPT)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
-    settings |= {"return_dict_in_generate": True, "output_logits": True}
-    texts = []
-    for attention in ("sdpa", "sagebwd"):
-        model.set_attn_implementation(attention)
-        texts.append(model.generate(prompt, **settings))
-    assert texts[1].sequences.shape == (2, PROMPT + NEW)
-    assert EXACT < error(texts[1].logits[0], texts[0].logits[0]) < INT8_OUTPUT
-
-
 def test_a_cache_continues_where_it_stands_and_passes_gradients():
     model, tokens = make("llama-gqa"), draw_tokens(2, 20)
     truth = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
@@ -85,6 +74,6 @@ def test_a_cache_continues_where_it_stands_and_passes_gradients():
     second = model(tokens[:, 11:], past_key_values=first.past_key_values)
     logits = torch.cat([first.logits, second.logits], 1)
     nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    assert error(logits.detach(), truth.logits) < EXACT
+    assert relative_l2(logits.detach(), truth.logits) < EXACT
     found = {name: p.grad for name, p in model.named_parameters()}
     assert_same_gradients(found, truth.gradients, EXACT)

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from sagebwd import SageConfig
 from sagebwd.integrations.transformers import register
 from sagebwd.integrations.transformers_masks import encode
+from sagebwd.metrics import relative_l2
 from sagebwd.window import Window
 
 VOCABULARY = 97
@@ -74,10 +75,6 @@ def draw_tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(3, VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def error(x: Tensor, truth: Tensor) -> float:
-    return float(((x - truth).norm() / truth.norm()).detach())
-
-
 def train_step(model: nn.Module, attention: str, **inputs: Tensor) -> SimpleNamespace:
     """Loss, logits and the gradient of each parameter."""
     model.set_attn_implementation(attention)
@@ -96,7 +93,7 @@ def assert_same_gradients(found: dict[str, Tensor], truth: dict[str, Tensor], bo
             assert found[name].norm() < bound * truth[name.replace("key", "query")].norm(), name
         else:
             assert found[name].abs().max() > 0, name
-            assert error(found[name], gradient) < bound, name
+            assert relative_l2(found[name], gradient) < bound, name
 
 
 def padded(name: str, side: str) -> dict[str, Tensor]:

@@ -35,6 +35,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run a test that uses ``kernel_set`` for each, with the parameters that :func:`sets.over` gives it."""
     if "kernel_set" not in metafunc.fixturenames:
         return
+    compares = "attend_reference" in metafunc.fixturenames
     conditions = [mark.args[0] for mark in metafunc.definition.iter_markers("only")]
     axes = [mark.args for mark in metafunc.definition.iter_markers("over")]
     rows = [
@@ -47,6 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for kernel_set in KERNEL_SETS
         if all(condition(kernel_set) for condition in conditions)
         if not kernel_set.is_emulated or metafunc.definition.get_closest_marker("emulated")
+        if not (kernel_set.is_reference and compares) or metafunc.definition.get_closest_marker("reference")
         for parts in product(*([_row(names, x) for x in values(kernel_set)] for names, values in axes))
     ]
     if not rows:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.window import Window
-from tests.sagebwd.kernels.inputs import NAMES
 
 Function = Callable[..., Tensor]
 
@@ -81,22 +80,3 @@ def ways(kernels: str) -> dict[str, Function]:
         "checkpointed operator": checkpointed(operator, use_reentrant=False),
         "vmap": lambda *inputs: torch.vmap(function)(*(x[None] for x in inputs))[0],
     }
-
-
-def gradients(
-    function: Function, q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, *others: Tensor
-) -> list[Tensor]:
-    """[out, dq, dk, dv]."""
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = function(*leaves, *others)
-    assert out.requires_grad
-    out.backward(grad_out)  # a reentrant checkpoint does not support torch.autograd.grad
-    return [out.detach(), *(x.grad for x in leaves)]
-
-
-def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    """[out, dq, dk, dv] of the same dtypes and bits, and finite."""
-    for name, x, wanted in zip(NAMES, found, expected, strict=True):
-        assert x.dtype == wanted.dtype, name
-        assert x.isfinite().all(), name
-        assert torch.equal(x, wanted), name

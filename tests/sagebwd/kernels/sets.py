@@ -42,6 +42,8 @@ class KernelSet:
     gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
     is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
+    is_reference: whether it is the reference. It runs the tests that do not compare with it, and those that
+        are marked with :data:`reference_too`.
     is_emulated: whether these are the CUDA sources compiled as C++ (cuda/on_cpu), which no GPU is needed for.
         Each setting takes seconds to compile, so that only tests marked with :data:`emulated_too` run them,
         in fp16 alone: all that the sources know of bf16 is in a header that is replaced.
@@ -79,6 +81,7 @@ class KernelSet:
     gpu: dispatch.GPU | None
     why_unavailable: Callable[[], str | None]
     is_cuda: bool = False
+    is_reference: bool = False
     is_emulated: bool = False
     backward_kernels: tuple[str, ...] = ("dk_dv_kernel", "dq_kernel")
     head_dims: tuple[int, ...]
@@ -152,6 +155,9 @@ def named(configs: Mapping[str, Any]) -> list[Any]:
 
 #: Run the test for the emulated CUDA kernels, too.
 emulated_too = pytest.mark.emulated
+#: Run the test for the reference, too, although it compares kernels with the reference.
+reference_too = pytest.mark.reference
+kernels_only = only(lambda kernel_set: not kernel_set.is_reference)
 on_gpu = only(lambda kernel_set: kernel_set.is_gpu)
 cuda_only = only(lambda kernel_set: kernel_set.is_cuda)
 triton_only = only(lambda kernel_set: kernel_set.name == "triton")
@@ -182,8 +188,8 @@ def boundaries_of(lengths: Iterable[int], first: int = 0) -> list[int]:
 
 
 _LENGTHS = (
-    (2, 2, True), (1, 70, False), (63, 64, True), (64, 65, False), (65, 63, True), (127, 129, False),
-    (129, 128, True), (33, 150, True), (150, 33, True),
+    (2, 2, True), (1, 70, False), (64, 65, False), (65, 63, True), (129, 128, True), (33, 150, True),
+    (150, 33, True),
 )  # fmt: skip
 _PACKS = {
     "one": (70, [0, 70], 70, None),
@@ -208,7 +214,7 @@ INTERPRETER = KernelSet(
     gpu=None,
     why_unavailable=_without_gpu,
     head_dims=(32,),
-    all_head_dims=(8, 40, 64, 80, 128, 256),
+    all_head_dims=(8, 80, 256),
     heads=(1, 1),
     tokens=70,
     poisoned_tokens=(0, 40, 69),
@@ -247,6 +253,7 @@ TRITON = replace(
     device="cuda",
     gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=_with_gpu,
+    all_head_dims=(8, 40, 64, 80, 128, 256),
     heads=(2, 1),
     short=(130, 200),
     lengths=(
@@ -268,6 +275,11 @@ TRITON = replace(
     main_variants=("unsigned_p", "consistent"),
     large_values=(100, 300, 1000, 3000, 10000, 60000),
     bf16_error=8e-3,  # steps of bf16 are 8 times those of fp16
+)
+
+#: Plain PyTorch: sizes of the interpreter, and any setting.
+REFERENCE = replace(
+    INTERPRETER, name="reference", is_reference=True, why_unavailable=lambda: None, examples=0
 )
 
 # --- Hopper ------------------------------------------------------------------------------------------------
@@ -454,5 +466,5 @@ _ON_CPU = {
 }
 EMULATED = (replace(HOPPER, **_ON_CPU), replace(AMPERE, **_ON_CPU))
 
-#: All of them. Tests of the interpreter and of emulated sets run without a GPU, others with ``-m gpu``.
-KERNEL_SETS = (INTERPRETER, *EMULATED, TRITON, HOPPER, HOPPER_256, AMPERE)
+#: All of them. Those on "cpu" run without a GPU, the others with ``-m gpu``.
+KERNEL_SETS = (REFERENCE, INTERPRETER, *EMULATED, TRITON, HOPPER, HOPPER_256, AMPERE)

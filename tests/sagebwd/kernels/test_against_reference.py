@@ -20,16 +20,13 @@ from tests.sagebwd.kernels.inputs import LAYOUTS, NAMES, token_major, with_means
 from tests.sagebwd.kernels.sets import (
     BF16,
     FP16,
-    causal_and_full,
     causal_first,
     emulated_too,
     every_head_dim,
-    fp16_and_bf16,
     full_first,
+    kernels_only,
     named,
     needs,
-    on_gpu,
-    only,
     over,
 )
 
@@ -38,12 +35,8 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 # --- Settings ----------------------------------------------------------------------------------------------
 
 SETTINGS = {
-    "default": {},
     "granularity": {"granularity": "block"},
-    "smooth_q": {"smooth_q": True},
-    "no smoothing": {"smooth_k": False},
     "only smooth_q": {"smooth_q": True, "smooth_k": False},
-    "smooth_v": {"smooth_v": True},
     "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False, "operand_scales": "token"},
     "unsigned_p": {"unsigned_p": True},
     "unsigned_p, token scales, granularity": {
@@ -52,21 +45,26 @@ SETTINGS = {
         "granularity": "block",
     },
     "compensate_o": {"compensate_o": True, "int8_matmuls": ("s_fwd", "s_bwd", "dv", "dq", "dk")},
-    "token scales": {"operand_scales": "token"},
-    "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
     "accurate": {"smooth_k": False, "operand_scales": "token", "int8_matmuls": ("dv", "dq", "dk")},
-    "all INT8": {"int8_matmuls": MATMULS},
     "all INT8, everything": {
         "int8_matmuls": MATMULS,
         "operand_scales": "token",
         "smooth_q": True,
     },
-    "no INT8": {"int8_matmuls": ()},
     "no INT8, everything": {"int8_matmuls": (), "smooth_q": True},
-    **{f"only {name}": {"int8_matmuls": (name,)} for name in MATMULS},
+    **{f"only {name}": {"int8_matmuls": (name,)} for name in ("s_fwd", "dp", "dq")},
 }
 #: For GPUs.
 MORE_SETTINGS = {
+    "default": {},
+    "smooth_q": {"smooth_q": True},
+    "no smoothing": {"smooth_k": False},
+    "smooth_v": {"smooth_v": True},
+    "token scales": {"operand_scales": "token"},
+    "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
+    "all INT8": {"int8_matmuls": MATMULS},
+    "no INT8": {"int8_matmuls": ()},
+    **{f"only {name}": {"int8_matmuls": (name,)} for name in ("o", "s_bwd", "dv", "dk")},
     "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
     "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
     "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
@@ -99,12 +97,6 @@ def test_every_setting(check, sample, kernel_set, config, is_causal, head_dim):
     check(inputs, config=config, is_causal=is_causal)
 
 
-@needs(granularity="block", block_q=128, block_kv=64)
-def test_the_paper(check, sample):
-    """Its scales belong to tiles of 128 x 64, which a CTA must own whole."""
-    check(sample(150), config=SageConfig.paper(), is_causal=True)
-
-
 @needs(granularity="block", block_q=64, block_kv=64)
 def test_what_pads_a_tile_has_no_part_in_its_scale(check, sample, kernel_set):
     """A key past the end would have logit 0, here far above all others: logits of −9 or so.
@@ -119,8 +111,8 @@ def test_what_pads_a_tile_has_no_part_in_its_scale(check, sample, kernel_set):
     check([q, k, v, grad_out], config=SageConfig(**tile, granularity="block", smooth_k=False))
 
 
-FEW_TILES = ((32, 32), (32, 128), (128, 64), (128, 128))
-MORE_TILES = ((32, 64), (64, 32), (64, 64), (64, 128), (128, 32))
+FEW_TILES = ((32, 128), (128, 64))
+MORE_TILES = ((32, 32), (32, 64), (64, 32), (64, 64), (64, 128), (128, 32), (128, 128))
 
 
 def tiles_of(kernel_set):
@@ -135,17 +127,6 @@ def test_block_sizes(check, sample, block_q, block_kv, is_causal):
     check(sample(140 if block_q > 32 else 70), config=config, is_causal=is_causal)
 
 
-@on_gpu
-@pytest.mark.parametrize("smooth_k", [False, True])
-@pytest.mark.parametrize("smooth_v", [False, True])
-@causal_and_full
-@every_head_dim
-def test_smoothing_of_what_has_a_mean(check, sample, smooth_k, smooth_v, is_causal, head_dim):
-    inputs = with_means(sample(129, 200, heads=2, head_dim=head_dim))
-    inputs[1] += 0.5
-    check(inputs, is_causal=is_causal, config=SageConfig(smooth_k=smooth_k, smooth_v=smooth_v))
-
-
 # --- Lengths -----------------------------------------------------------------------------------------------
 
 
@@ -154,16 +135,6 @@ def test_smoothing_of_what_has_a_mean(check, sample, smooth_k, smooth_v, is_caus
 def test_lengths(check, sample, kernel_set, n_q, n_kv, is_causal, head_dim):
     heads, kv_heads = kernel_set.heads
     check(sample(n_q, n_kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim), is_causal=is_causal)
-
-
-@on_gpu
-@pytest.mark.parametrize(
-    ("n_q", "n_kv"), [(64, 64), (65, 65), (300, 300), (1000, 1000), (130, 400), (400, 130)]
-)
-@causal_and_full
-@every_head_dim
-def test_lengths_in_bf16(check, sample, n_q, n_kv, is_causal, head_dim):
-    check(sample(n_q, n_kv, heads=2, kv_heads=1, head_dim=head_dim, dtype=BF16), is_causal=is_causal)
 
 
 @over("n_q, n_kv, is_causal", lambda kernel_set: kernel_set.one_key_lengths)
@@ -209,8 +180,8 @@ def test_head_sizes(check, sample, head_dim, n, config):
     check(sample(n, head_dim=head_dim), config=config, is_causal=True)
 
 
-FEW_HEADS = ((2, 3, 3), (1, 4, 2), (2, 3, 1))
-MORE_HEADS = ((3, 8, 2), (2, 16, 1), (5, 1, 1), (1, 7, 7))
+FEW_HEADS = ((1, 4, 2), (2, 3, 1))
+MORE_HEADS = ((2, 3, 3), (3, 8, 2), (2, 16, 1), (5, 1, 1), (1, 7, 7))
 
 
 @over("batch, heads, kv_heads", lambda kernel_set: FEW_HEADS + (MORE_HEADS if kernel_set.is_gpu else ()))
@@ -247,28 +218,13 @@ BF16_SETTINGS = {
 
 
 @over("config", lambda kernel_set: named(kernel_set.those_it_runs(BF16_SETTINGS)))
-def test_bf16(check, sample, config):
-    check(sample(70, head_dim=64, dtype=BF16), config=config, is_causal=True)
-
-
-@over(
-    "is_packed", lambda kernel_set: named({"packed": True, **({"whole": False} if kernel_set.is_gpu else {})})
-)
-@causal_first
 @every_head_dim
-def test_logsumexp(sample_on_device, kernel_set, device, is_packed, is_causal, head_dim):
-    """To base 2; −inf for queries of no document and of one without keys."""
-    q, k, v, _ = sample_on_device(200, heads=2, kv_heads=1, head_dim=head_dim)
-    boundaries = [torch.tensor(x) if is_packed else None for x in ([0, 70, 199], [5, 160, 160])]
-    on_device = [x if x is None else x.to(device) for x in boundaries]
-    options = {"is_causal": is_causal, "scale": 0.1}
-    _, lse, *_ = operators.forward(kernel_set.name, q, k, v, *on_device, **options)
-    packed = dict(zip(("cu_seqlens", "cu_seqlens_kv"), boundaries, strict=True))
-    inputs = (x.cpu() for x in (q, k, v))
-    wanted = reference.attention(*inputs, enable_gqa=True, **options, **packed).lse
-    torch.testing.assert_close(lse.cpu(), wanted * 1.4426950408889634, rtol=1e-6, atol=2e-6)
+def test_bf16(check, sample, kernel_set, config, head_dim):
+    inputs = sample(300 if kernel_set.is_gpu else 70, heads=2, kv_heads=1, head_dim=head_dim, dtype=BF16)
+    check(inputs, config=config, is_causal=True)
 
 
+@kernels_only
 @over("config", lambda kernel_set: named(kernel_set.those_it_runs({"consistent": SageConfig.consistent()})))
 def test_logsumexp_of_rounded_p(sample_on_device, kernel_set, config):
     """A compensated O is divided by the sum of the P that it multiplies: in BF16 that is another sum."""
@@ -359,13 +315,6 @@ def test_a_gradient_that_is_one_value_for_all(attend, assert_equal, sample_on_de
         assert_equal(found, wanted)
 
 
-def test_two_runs_give_the_same_bits(kernels, sample):
-    inputs = sample(70, heads=2, kv_heads=1)
-    first, second = (kernels(*inputs, is_causal=True) for _ in range(2))
-    for name in NAMES:
-        assert torch.equal(first[name], second[name]), name
-
-
 # --- Anything ----------------------------------------------------------------------------------------------
 
 
@@ -412,26 +361,3 @@ def test_anything(kernels, attend_reference, exact, sample, kernel_set):
 
 
 # --- Against the Triton kernels ----------------------------------------------------------------------------
-
-
-@only(lambda kernel_set: kernel_set.is_gpu and kernel_set.name != "triton")
-@pytest.mark.parametrize(
-    "config",
-    [SageConfig(), SageConfig(smooth_v=True), SageConfig(unsigned_p=True)],
-    ids=["default", "smooth_v", "unsigned_p"],
-)
-@causal_and_full
-@fp16_and_bf16
-@every_head_dim
-def test_triton_kernels_give_the_same_for_the_same_settings(
-    kernels, attend_reference, assert_same, sample, config, is_causal, dtype, head_dim
-):
-    """Unsigned P reaches the same integers in another way there: P less 128, and 128 times sums of the other
-    operand.
-    """
-    options = {"is_causal": is_causal, "config": config}
-    for n_q, n_kv in ((65, 65), (300, 300), (129, 1000), (257, 65)):
-        inputs = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
-        by_triton = kernels(*inputs, kernels="triton", **options)
-        assert_same(by_triton, attend_reference(*inputs, **options))
-        assert_same(kernels(*inputs, **options), by_triton)

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sagebwd import sage_attention
+from tests.sagebwd.kernels.sets import kernels_only
 from tests.warm import SERVER
 
 RANKS = 2
@@ -72,6 +73,7 @@ def run_rank(kernels, channels, device, rank, folder):
     os._exit(0)  # gloo's threads sometimes abort the process while the interpreter ends
 
 
+@kernels_only
 def test_two_ranks_compute_the_gradients_of_one_process(kernel_set, device, tmp_path):
     if device == "cuda" and torch.cuda.device_count() < RANKS:
         pytest.skip("there is one GPU")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -14,10 +14,9 @@ from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal, boundary_argum
 from tests.sagebwd.kernels.sets import (
     BF16,
     FP16,
-    causal_and_full,
     emulated_too,
     every_head_dim,
-    on_gpu,
+    kernels_only,
     over,
 )
 
@@ -84,16 +83,6 @@ def test_a_pack_is_each_of_its_documents_alone(
     assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
 
 
-@every_head_dim
-def test_a_document_of_one_token_returns_its_value(kernels, sample, head_dim):
-    q, k, v, grad_out = sample(6, head_dim=head_dim)
-    result = kernels(q, k, v, grad_out, cu_seqlens=torch.arange(7))
-    for name, x in (("out", v), ("dv", grad_out)):
-        step = x.float().abs().amax(-1, keepdim=True) / 127
-        bound = 0.5 * step + 2**-10 * x.float().abs()  # and fp16 rounds the result
-        assert ((result[name] - x).float().abs() <= bound).all(), name
-
-
 @pytest.mark.parametrize("boundaries", [[7, 7, 7], [0, 0], [30, 30], [0, 30]])
 @over("smooth_v", lambda kernel_set: [False, True] if kernel_set.is_gpu else [False])
 @every_head_dim
@@ -105,25 +94,6 @@ def test_without_keys_everything_is_zero(kernels, sample, boundaries, smooth_v, 
         cu_seqlens_kv=torch.full((len(boundaries),), 5),
     )
     assert not any(result[name].any() for name in NAMES)
-
-
-@on_gpu
-@causal_and_full
-@every_head_dim
-def test_the_means_of_a_pack_are_those_of_its_documents(kernels, sample, kernel_set, is_causal, head_dim):
-    """Integers, the same for all tokens of a document; those of its neighbours would show."""
-    n_q, rows, n_kv, columns = kernel_set.packs["keys or queries missing"]
-    q, k, v, grad_out = sample(n_q, n_kv, heads=4, kv_heads=2, head_dim=head_dim)
-    generator = torch.Generator().manual_seed(1)
-    values = torch.randint(-1000, 1000, (len(rows) - 1, 1, 2, 1, head_dim), generator=generator).half()
-    wanted = torch.zeros_like(q)
-    for n, (row, column) in enumerate(zip(pairwise(rows), pairwise(columns), strict=True)):
-        v[..., slice(*column), :] = values[n]
-        if column[0] < column[1]:
-            wanted[..., slice(*row), :] = values[n].repeat_interleave(2, 1)
-    packed = {"cu_seqlens": torch.tensor(rows), "cu_seqlens_kv": torch.tensor(columns)}
-    found = kernels(q, k, v, grad_out, is_causal=is_causal, config=SageConfig(smooth_v=True), **packed)
-    assert torch.equal(found["out"], wanted)
 
 
 # --- Leaks -------------------------------------------------------------------------------------------------
@@ -155,6 +125,7 @@ def invalid_boundaries(kernel_set):
 
 
 @emulated_too
+@kernels_only
 @over("boundaries", invalid_boundaries)
 @every_head_dim
 def test_boundaries_out_of_order_or_range_read_nothing_out_of_bounds(

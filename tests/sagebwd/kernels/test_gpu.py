@@ -15,11 +15,11 @@ from sagebwd import explain
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.layout import block_count
 from sagebwd.metrics import relative_l2
+from tests.inputs import assert_same as assert_same_lists
 from tests.inputs import gradients
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal
-from tests.sagebwd.kernels.operators import assert_same as assert_same_lists
-from tests.sagebwd.kernels.sets import BF16, causal_and_full, cuda_only, every_head_dim, on_gpu
+from tests.sagebwd.kernels.sets import BF16, causal_and_full, every_head_dim, on_gpu
 
 pytestmark = [
     on_gpu,
@@ -98,24 +98,6 @@ def test_a_thousand_times_the_same_bits(causal, head_dim, is_busy):
     torch.cuda.synchronize()
     assert all(x.isfinite().all() for x in first)
     assert differ.tolist() == [0, 0, 0, 0]
-
-
-@every_head_dim
-def test_two_streams_at_once(causal, sample_on_device, head_dim):
-    """Packed operands and results of one must not be those of the other."""
-    inputs = [sample_on_device(300, heads=6, kv_heads=3, head_dim=head_dim, seed=seed) for seed in (0, 1)]
-    wanted = [gradients(causal, *x) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    found = [[], []]
-    for _ in range(20):
-        for results, stream, x in zip(found, streams, inputs, strict=True):
-            with torch.cuda.stream(stream):
-                results.append(gradients(causal, *x))
-    torch.cuda.synchronize()
-    for results, expected in zip(found, wanted, strict=True):
-        for result in results:
-            assert_same_lists(result, expected)
 
 
 def test_threads_at_once(causal, sample_on_device):
@@ -299,36 +281,6 @@ def test_more_work_tiles_than_ctas(
     last = (slice(-1, None), slice(-2, None))
     expected = attend_reference(*(x[last].cpu() for x in inputs), is_causal=is_causal)
     assert_same({name: found[name][last].cpu() for name in NAMES}, expected)
-
-
-@causal_and_full
-@every_head_dim
-def test_groups_of_many_heads(attend, sample_on_device, is_causal, head_dim):
-    """Each key head meets the queries of 24 heads one after the other; the other key head has no part."""
-    inputs = sample_on_device(333, heads=48, kv_heads=2, head_dim=head_dim)
-    found = attend(*inputs, is_causal=is_causal)
-    for n in range(2):
-        q, kv = slice(24 * n, 24 * n + 24), slice(n, n + 1)
-        half = [x[:, heads] for x, heads in zip(inputs, (q, kv, kv, q), strict=True)]
-        part = {name: found[name][:, q if name in ("out", "dq") else kv] for name in NAMES}
-        assert_bit_equal(part, attend(*half, is_causal=is_causal))
-
-
-@cuda_only
-@pytest.mark.parametrize(("heads", "head_dim"), [(32, 64), (16, 128)])
-def test_memory(causal, kernel_set, sample_on_device, heads, head_dim):
-    """Of what is allocated on top of inputs and results, most are packed operands of one pass."""
-    inputs = sample_on_device(4096, heads=heads, head_dim=head_dim, dtype=BF16)
-    gradients(causal, *inputs)  # allocates what stays: compiled kernels
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    results = gradients(causal, *inputs)
-    torch.cuda.synchronize()
-    of_results = sum(x.numel() * x.element_size() for x in results)
-    extra = torch.cuda.max_memory_allocated() - before - of_results
-    assert extra <= kernel_set.extra_memory * sum(x.numel() * x.element_size() for x in inputs[:3])
 
 
 # --- What runs ---------------------------------------------------------------------------------------------

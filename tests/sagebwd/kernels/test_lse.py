@@ -6,51 +6,32 @@ The truth is autograd's, in float64. CUDA kernels run as C++ where there is no G
 from __future__ import annotations
 
 import functools
-import sys
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import pad
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PRESETS, encode
-from sagebwd.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func
-from sagebwd.kernels import lse as lse_kernels
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.kernels.sets import KERNEL_SETS
+from tests.sagebwd.kernels.inputs import NAMES
+from tests.sagebwd.kernels.sets import emulated_too, only, over
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 
-ON_CPU = ("reference", "triton", "hopper", "ampere")
-SETS = {(kernel_set.name, kernel_set.device): kernel_set for kernel_set in KERNEL_SETS if not kernel_set.part}
-GRADIENTS = ("dq", "dk", "dv")
+
+GRADIENTS = NAMES[1:]
 
 
-@pytest.fixture(
-    params=[
-        *(pytest.param((name, "cpu"), id=name) for name in ON_CPU),
-        *(pytest.param((name, "cuda"), id=f"{name}-cuda", marks=pytest.mark.gpu) for name in ON_CPU[1:]),
-    ]
-)
-def kernels(request, emulate):
+@pytest.fixture
+def kernels(kernel_set):
     """(kernel set, device)."""
-    name, device = request.param
-    if name == "reference":
-        return name, device
-    if reason := SETS[name, device].why_unavailable():
-        pytest.skip(reason)
-    if SETS[name, device].is_emulated:
-        emulate(name)
-    return name, device
+    return kernel_set.name, kernel_set.device
 
 
 def inputs(n_q, n_kv=None, *, heads=2, kv_heads=1, head_dim=64, value_dim=None, batch=1, dtype=torch.float16):
@@ -103,11 +84,15 @@ def attend(kernels, **settings):
     return functools.partial(sage_attention, enable_gqa=True, kernels=kernels[0], **settings)
 
 
-@pytest.mark.parametrize(("preset", "is_causal"), [(name, name != "consistent") for name in PRESETS])
-def test_two_halves_of_the_keys_are_one_attention(kernels, preset, is_causal):
+every_set = only(lambda kernel_set: not kernel_set.part)
+
+
+@emulated_too
+@every_set
+@over("preset", lambda kernel_set: [x for x in PRESETS if kernel_set.runs(PRESETS[x], 64)])
+def test_two_halves_of_the_keys_are_one_attention(kernels, preset):
     """As in ring attention or split KV. They err as much as one call does, whose error is that of INT8."""
-    if kernels in SETS and not SETS[kernels].runs(PRESETS[preset], 64):
-        pytest.skip("these kernels do not run this preset")
+    is_causal = preset != "consistent"
     *leaves, grad_out, grad_lse = inputs(150)
     seen = torch.ones(150, 150, dtype=torch.bool).tril() if is_causal else None
     loss = {"grad_out": grad_out, "grad_lse": grad_lse}
@@ -118,14 +103,6 @@ def test_two_halves_of_the_keys_are_one_attention(kernels, preset, is_causal):
     for name, x, y, z in zip(GRADIENTS, one, two, wanted, strict=False):
         assert relative_l2(x, z) < (0.06 if preset == "paper" else 0.025), name
         assert relative_l2(y, z) < 1.15 * relative_l2(x, z), name
-
-
-def test_smoothed_queries():
-    *leaves, grad_out, grad_lse = inputs(150)
-    wanted = gradients(exact, leaves, grad_out, grad_lse, dtype=torch.float64)
-    own = attend(("reference", "cpu"), config=SageConfig(smooth_q=True))
-    for name, x, y in zip(GRADIENTS, gradients(own, leaves, grad_out, grad_lse), wanted, strict=True):
-        assert relative_l2(x, y) < 0.025, name
 
 
 def window_of(n_q, n_kv, left, right):
@@ -167,6 +144,8 @@ MASKS = {
 }  # fmt: skip
 
 
+@emulated_too
+@every_set
 @pytest.mark.parametrize("mask", MASKS)
 def test_sinks(kernels, mask):
     """A key more with the value zero, in the loss as in lse; what hidden tokens hold reaches nothing.
@@ -212,6 +191,8 @@ def exact_with_sinks(seen, q, k, v, sinks):
     return s.softmax(-1)[..., :-1] @ v, s.logsumexp(-1)
 
 
+@emulated_too
+@every_set
 def test_out_alone_has_the_gradients_that_it_has_without_lse(kernels):
     """To the bits."""
     *leaves, grad_out, _ = inputs(150)
@@ -222,6 +203,8 @@ def test_out_alone_has_the_gradients_that_it_has_without_lse(kernels):
         assert torch.equal(x, y)
 
 
+@emulated_too
+@every_set
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 def test_a_gradient_that_is_not_finite_gives_nan(kernels, poison):
     *leaves, grad_out, grad_lse = inputs(70)
@@ -233,9 +216,21 @@ def test_a_gradient_that_is_not_finite_gives_nan(kernels, poison):
     assert dv.isfinite().all()
 
 
+@emulated_too
+@every_set
+def test_the_lse_of_a_query_without_keys_is_a_constant(kernels):
+    """Whatever its gradient: NaN where parts without keys are put together."""
+    *leaves, grad_out, grad_lse = (x.to(kernels[1]) for x in inputs(70, 30))
+    leaves = [x.requires_grad_() for x in leaves]
+    out, lse = attend(kernels, window_size=(5, 0))(*leaves)
+    grad_lse = grad_lse.masked_fill(lse.isinf(), torch.nan)
+    assert grad_lse.isnan().any()
+    gradients = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse))
+    assert all(x.isfinite().all() for x in gradients)
+
+
 # --- Parts of torch ----------------------------------------------------------------------------------------
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 WAYS = {
     "compiled": lambda function: torch.compile(function, fullgraph=True, backend="aot_eager"),
     "compiled by inductor": lambda function: torch.compile(function, fullgraph=True),
@@ -244,13 +239,18 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("way", "device"),
+    [
+        *(
+            (way, "cpu") for way in WAYS if way != "compiled by inductor"
+        ),  # it needs minutes of a C++ compiler
+        *(pytest.param(way, "cuda", marks=pytest.mark.gpu) for way in WAYS),
+    ],
+)
 @pytest.mark.parametrize("config", ["default", "consistent"])
 @pytest.mark.parametrize("with_out", [True, False], ids=["out and lse", "lse alone"])
-@pytest.mark.parametrize("way", WAYS)
 def test_gradients_are_the_same_in_every_way(way, with_out, config, device):
-    if way == "compiled by inductor" and device == "cpu":
-        pytest.skip("it needs minutes of a C++ compiler")
     *leaves, grad_out, grad_lse = inputs(70, dtype=torch.bfloat16)
     loss = (leaves, grad_out if with_out else None, grad_lse)
     function = attend((None, device), is_causal=True, config=PRESETS[config])
@@ -280,64 +280,4 @@ def test_the_operator_keeps_its_promises():
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
 
-def test_flops_do_not_change():
-    *leaves, grad_out, grad_lse = inputs(40)
-    counts = []
-    for loss in ((grad_out, None), (grad_out, grad_lse)):
-        with FlopCounterMode(display=False) as counter:
-            gradients(attend(("reference", "cpu")), leaves, *loss)
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
-
-
-def test_batch_and_heads_are_sharded():
-    """As rank 0 of 4, of which only this one exists."""
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    try:
-        mesh, placements = init_device_mesh("cpu", (2, 2)), (Shard(0), Shard(1))
-        whole = inputs(40, batch=4, heads=8, kv_heads=4)
-        parts = [x.chunk(2)[0].chunk(2, 1)[0].contiguous() for x in whole]
-        sharded = (DTensor.from_local(x, mesh, placements, run_check=False) for x in parts)
-        results = []
-        for *leaves, grad_out, grad_lse in (parts, sharded):
-            leaves = [x.detach().requires_grad_() for x in leaves]
-            outputs = attend(("reference", "cpu"))(*leaves)
-            results.append(torch.autograd.grad(outputs, leaves, (grad_out, grad_lse)))
-        for wanted, found in zip(*results, strict=True):
-            assert found.placements == placements
-            assert torch.equal(found.to_local(), wanted)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def test_without_triton_pytorch_computes_the_same(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton.runtime", None)  # not installed
-    assert lse_kernels._triton_kernels.__wrapped__() is None
-
-
 # --- Other names -------------------------------------------------------------------------------------------
-
-
-def test_names_of_flash_attn():
-    """Fewer queries than keys, aligned at the end; documents; every query sees a key."""
-    q, k, v, grad_out, grad_lse = inputs(40, 60, dtype=torch.float32)
-    seen = window_of(40, 60, 60, 20)
-    loss = ((q, k, v), grad_out, grad_lse)
-    wanted = gradients(functools.partial(exact, seen=seen), *loss, dtype=torch.float64)
-
-    def call(q, k, v):
-        out, lse = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, return_lse=True)
-        return out.transpose(1, 2), lse
-
-    def call_varlen(q, k, v):
-        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-        boundaries, boundaries_kv = torch.tensor([0, 40]), torch.tensor([0, 60])
-        out, lse, _ = flash_attn_varlen_func(
-            q, k, v, boundaries, boundaries_kv, 40, 60, causal=True, return_attn_probs=True
-        )
-        return out.transpose(0, 1)[None], lse[None]
-
-    for function in (call, call_varlen):
-        found = gradients(function, *loss)
-        for name, x, y in zip(GRADIENTS, found, wanted, strict=True):
-            assert relative_l2(x, y) < 0.025, name

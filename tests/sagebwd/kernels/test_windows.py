@@ -9,8 +9,8 @@ import torch
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS, PRESETS
+from tests.inputs import assert_same
 from tests.sagebwd.kernels.inputs import assert_bit_equal, boundary_arguments
-from tests.sagebwd.kernels.operators import assert_same
 from tests.sagebwd.kernels.sets import named, needs, over
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")

@@ -14,8 +14,9 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.kernels.ampere import shapes
 from sagebwd.kernels.cuda import plan
+from tests.inputs import gradients
 from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
-from tests.sagebwd.kernels.operators import attention, forward, gradients
+from tests.sagebwd.kernels.operators import attention, forward
 from tests.sagebwd.kernels.sets import FP16, emulated_too, only
 
 pytestmark = [

@@ -63,26 +63,16 @@ SPILLED_WITH = {
 #: Every source, tile, head size and architecture occurs in the quick ones.
 QUICK = {
     ("forward", (64, 128), 64, "sm_120", ()),
-    ("forward", (64, 128), 128, "sm_80", ("P_16BIT", "COMPENSATE_O")),
     ("forward", (128, 64), 128, "sm_89", ()),
-    ("backward", (64, 128), 64, "sm_120", ("UNSIGNED_P",)),
+    ("forward", (64, 64), 256, "sm_89", ("TOKEN_SCALES",)),
     ("backward", (64, 128), 128, "sm_90", ("TOKEN_SCALES",)),
-    ("backward", (64, 128), 128, "sm_89", ("IS_WINDOWED",)),
+    ("backward", (64, 128), 128, "sm_86", ("DP_FP16",)),
     ("backward_dq_warps", (64, 128), 64, "sm_89", ("UNSIGNED_P",)),
     ("backward_dq_warps", (64, 128), 64, "sm_100", ("P_16BIT",)),
-    ("backward_dq_warps", (64, 128), 64, "sm_86", ("IS_WINDOWED",)),
     ("backward_64_keys", (128, 64), 128, "sm_89", ("SCALES_OF_TILES",)),
-    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_90", ("SCALES_OF_TILES", "IS_WINDOWED")),
-    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_80", ("TOKEN_SCALES",)),
-    ("backward", (64, 128), 128, "sm_86", ("DP_FP16",)),
-    ("backward_dq_warps", (64, 128), 64, "sm_120", ("DP_FP16",)),
-    ("backward_64_keys", (64, 64), 256, "sm_89", ("DP_FP16",)),
-    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_89", ("DP_FP16", "SCALES_OF_TILES")),
-    ("backward_64_keys_dq_warps", (64, 64), 64, "sm_86", ("TOKEN_SCALES", "S_16BIT")),
     ("backward_64_keys", (64, 64), 256, "sm_86", ("TOKEN_SCALES",)),
-    ("forward", (64, 64), 256, "sm_89", ("TOKEN_SCALES",)),
-    ("forward", (64, 64), 128, "sm_80", ("P_16BIT", "S_16BIT")),
-    ("backward_64_keys", (64, 64), 128, "sm_89", ("TOKEN_SCALES", "S_16BIT")),
+    ("backward_64_keys_dq_warps", (128, 64), 64, "sm_80", ("TOKEN_SCALES",)),
+    ("backward_64_keys_dq_warps", (64, 64), 64, "sm_86", ("TOKEN_SCALES", "S_16BIT")),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import enum
 import struct
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -228,14 +227,6 @@ def test_a_kernel_that_is_not_loaded_is_named(fails, loads):
         loads(FakeLoader(fails))
 
 
-def test_a_context_is_retained_once(loads):
-    fake = FakeLoader()
-    loads(fake)
-    launch.make_current(3)
-    assert [name for name, *_ in fake.calls].count("cuDevicePrimaryCtxRetain") == 1
-    assert [name for name, *_ in fake.calls].count("cuCtxSetCurrent") == 2
-
-
 # --- On a GPU ----------------------------------------------------------------------------------------------
 
 
@@ -276,24 +267,6 @@ def test_structures_arrive(minimal):
     start(structures, 1, 128, CTokenTensor.of(x.transpose(2, 3)), segments, None, 0.5)
     assert x[0, 0, :128, 0].eq(0.5 * 6 + 512).all()
     assert not x[0, 0, 128:].any()
-
-
-@pytest.mark.gpu
-def test_launches_from_new_threads(minimal):
-    x = torch.zeros(100, dtype=torch.int32, device="cuda")
-    store, errors = minimal("store_kernel", VALUE=1), []
-
-    def launch():
-        try:
-            start(store, 1, 128, x, 100)
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=launch)
-    thread.start()
-    thread.join()
-    assert not errors
-    assert x.eq(2).all()
 
 
 @pytest.mark.gpu

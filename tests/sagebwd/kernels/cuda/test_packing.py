@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from itertools import pairwise, product
 
 import pytest
@@ -329,53 +328,11 @@ def test_blocks_of_a_pack_are_those_of_its_documents(packer, gaussian, log_sums)
 # --- Values -------------------------------------------------------------------------------------------------
 
 
-def scales(packed):
-    """The two scales (blocks, 2) of packed."""
-    return packed.cpu()[:, -16:].contiguous().view(torch.float32)[:, :2]
-
-
 @pytest.mark.parametrize("largest", [0.0, 1e-40, 126 * TINY])
 def test_a_scale_that_would_be_subnormal_is_zero(packer, device, largest):
     x = torch.full((1, 1, 3, 64), largest, dtype=BF16, device=device)
     packed = packer.pack_q(x, Axis.of(3, 64, None))
     assert not packed.any()
-
-
-def gradient_rows(packer, out, lse, axis, p_16bit, q, grad):
-    packed_grad, _ = packer.pack_grad(q, packer.pack_q(q, axis), grad, out, lse, axis, p_16bit=p_16bit)
-    return packed_grad
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_nan_and_inf_make_the_scale_of_their_block_nan(packer, gaussian, log_sums, poison):
-    """In 16 bits they are copied as they are; other blocks do not change."""
-    a, b, c = gaussian(1, 1, 130, 64, FP16, count=3)
-    here = torch.zeros_like(a, dtype=torch.bool)
-    here[0, 0, 129, 3] = True
-    lse, axes = log_sums(1, 1, 130), (Axis.of(130, 64, None), Axis.of(130, 128, None))
-    cases = [  # what is made of which tensors, and which scales are then NaN
-        (lambda q: packer.pack_q(q, axes[0]), (a,), [0]),
-        (
-            lambda k, v: packer.pack_kv_int8(k, v, axes[1], None, None, pack_for_backward=False)[1],
-            (a, b),
-            [0, 1],
-        ),
-        (lambda k, v: packer.pack_kv(k, v, axes[1], None), (a, b), [0, None]),
-        *(
-            (partial(gradient_rows, packer, c, lse, axes[0], p_16bit), (a, b), [0, None if p_16bit else 1])
-            for p_16bit in (False, True)
-        ),
-    ]
-    for make, tensors, scale_of in cases:
-        clean = make(*tensors)
-        for i, wanted in enumerate(scale_of):
-            packed = make(*(torch.where(here, poison, x) if j == i else x for j, x in enumerate(tensors)))
-            assert torch.equal(packed[:-1], clean[:-1])
-            nan = scales(packed).isnan().nonzero().tolist()
-            assert nan == ([] if wanted is None else [[len(packed) - 1, wanted]])
-    v = torch.where(here, poison, b)
-    v_tile = packer.pack_kv(a, v, axes[1], None).cpu()[:, 128 * 64 : -16]
-    assert torch.equal(v_tile, tile_16bit(tiles_of(v, 128)))
 
 
 # --- The mean of K or V -------------------------------------------------------------------------------------
@@ -393,11 +350,3 @@ def test_token_mean(packer, gaussian, boundaries, head_dim):
     wanted = torch.stack([x.sum(2) / max(x.shape[2], 1) for x in documents], 2).flatten(0, 2)
     torch.testing.assert_close(mean[:, :head_dim].double(), wanted, rtol=1e-5, atol=1e-6)
     assert not mean[:, head_dim:].any()
-
-
-def test_token_mean_of_many_blocks_never_varies(packer, gaussian):
-    (k,) = gaussian(1, 2, 128 * 37 + 5, 64, BF16)
-    axis = Axis.of(k.shape[2], 128, None)
-    first = packer.token_mean(k, axis)
-    torch.testing.assert_close(first[0].double(), k.double().mean(2)[0], rtol=1e-5, atol=1e-6)
-    assert all(torch.equal(packer.token_mean(k, axis), first) for _ in range(10))

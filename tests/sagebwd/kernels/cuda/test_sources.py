@@ -8,7 +8,7 @@ from sagebwd.kernels.cuda.compile import SHARED, Sources, compile_source
 
 pytestmark = pytest.mark.usefixtures("nvrtc")
 
-every_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_86", "sm_89", "sm_90a", "sm_120"])
+every_architecture = pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
 HEADERS = sorted(path.name for path in SHARED.glob("*.cuh"))
 
 

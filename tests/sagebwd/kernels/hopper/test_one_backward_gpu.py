@@ -1,7 +1,4 @@
-"""The one backward kernel, for dQ in 16 bit, beside the two for dQ in INT8, on a Hopper GPU.
-
-The same dK and dV, a better dQ, the same bits again, and never a hang.
-"""
+"""The one backward kernel, for dQ in 16 bit, on a Hopper GPU: the same bits again, and never a hang."""
 
 from __future__ import annotations
 
@@ -11,27 +8,21 @@ import sys
 import pytest
 import torch
 
-from sagebwd import SageConfig, sage_attention
-from sagebwd.config import DEFAULT_CONFIG
+from sagebwd import sage_attention
 from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.metrics import relative_l2
 from tests.cli import ROOT
-from tests.sagebwd.kernels.inputs import GRADIENTS
 from tests.sagebwd.kernels.sets import without_hopper, without_int8
 
 pytestmark = pytest.mark.gpu
 
-#: Settings with dQ in INT8, two kernels, and in 16 bit, one.
+#: Settings with dQ in 16 bit.
 CONFIGS = {
-    "default": (DEFAULT_CONFIG, without_int8("dq")),
-    "consistent": (SageConfig.consistent(), without_int8("o", "dv", "dq", compensate_o=True)),
-    "unsigned_p": (SageConfig(unsigned_p=True), without_int8("dq", unsigned_p=True)),
+    "default": without_int8("dq"),
+    "consistent": without_int8("o", "dv", "dq", compensate_o=True),
 }
 #: One kernel, too; there are none with INT8 dQ and 16-bit dK.
 S_ALONE = without_int8("o", "dv", "dq", "dk", compensate_o=True)
-#: (batch, heads, key heads, queries, keys)
-SHAPES = ((2, 8, 8, 1024, 1024), (1, 8, 2, 4096, 4096), (3, 4, 2, 333, 777), (1, 2, 1, 777, 130))
 
 
 @pytest.fixture(autouse=True)
@@ -52,20 +43,6 @@ def gradients(q, k, v, grad_out, *, is_causal, config, **options):
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     options |= {"is_causal": is_causal, "enable_gqa": True, "config": config}
     return torch.autograd.grad(sage_attention(*leaves, kernels="hopper", **options), leaves, grad_out)
-
-
-@pytest.mark.parametrize("configs", CONFIGS.values(), ids=CONFIGS.keys())
-@pytest.mark.parametrize("head_dim", [64, 72, 128])
-@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_dk_and_dv_are_those_of_the_two_kernels(configs, head_dim, is_causal, dtype):
-    """The same integers, multiplied and added in another order: what differs is the rounding of results."""
-    bound = 2e-3 if dtype == torch.bfloat16 else 5e-4
-    for shape in SHAPES:
-        inputs = draw(*shape, head_dim, dtype)
-        two, one = (gradients(*inputs, is_causal=is_causal, config=config) for config in configs)
-        for name, x, y in zip(GRADIENTS[1:], one[1:], two[1:], strict=True):
-            assert relative_l2(x, y) < bound, (name, shape)
 
 
 @pytest.mark.parametrize("last_keys_first_up_to", [0, 2**30], ids=["first keys first", "last keys first"])
@@ -110,10 +87,10 @@ for head_dim, is_causal, up_to in itertools.product((64, 128), (True, False), (0
     hopper.LAST_KEYS_FIRST_UP_TO[head_dim] = up_to
     plan.plan_of.cache_clear()
     for shape in ((1, 1, 1, 65536, 65536), (1, 8, 1, 16384, 16384), (16, 16, 16, 128, 128)):
-        options = {"is_causal": is_causal, "config": tests.CONFIGS["default"][1]}
+        options = {"is_causal": is_causal, "config": tests.CONFIGS["default"]}
         tests.gradients(*tests.draw(*shape, head_dim), **options)
     inputs = tests.draw(1, 4, 4, 16384, 16384, head_dim)
-    for config in (tests.CONFIGS["consistent"][1], tests.S_ALONE):
+    for config in (tests.CONFIGS["consistent"], tests.S_ALONE):
         options = {"is_causal": is_causal, "config": config, "cu_seqlens": boundaries}
         tests.gradients(*inputs, **options)
 torch.cuda.synchronize()

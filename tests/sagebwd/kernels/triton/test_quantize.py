@@ -3,13 +3,8 @@ subtracted, and within one step of INT8 where the order of its sum may round it 
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from torch.nn.functional import pad
 
 from sagebwd import SageConfig
@@ -90,11 +85,9 @@ def assert_quantized(operand, x, size, token_scales, forms=FORMS):
 
 
 SHAPES = [  # B, H, N, D, block, dtype
-    (2, 3, 70, 32, 32, torch.float16),
-    (1, 2, 65, 40, 64, torch.bfloat16),
-    (1, 1, 33, 7, 32, torch.float16),
-    (1, 1, 1, 96, 128, torch.float16),
+    (2, 3, 65, 40, 32, torch.bfloat16),
     (1, 2, 129, 80, 128, torch.bfloat16),
+    (1, 1, 33, 7, 32, torch.float16),
 ]
 
 
@@ -107,13 +100,6 @@ def test_every_form_is_that_of_the_reference(gaussian, shape, token_scales):
     assert_quantized(operand, x, block, token_scales)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_only_what_is_asked_for_is_stored(gaussian, form):
-    x = gaussian(1, 1, 40, 32)
-    operand = quantize(x, Axis.of(40, 32, None), token_scales=False, **{form: True})
-    assert_quantized(operand, x, 32, False, [form])
-
-
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS.keys())
 def test_strides_do_not_matter(gaussian, view):
     x = gaussian(2, 2, 40, 24)
@@ -123,56 +109,12 @@ def test_strides_do_not_matter(gaussian, view):
     assert_quantized(operand, x, 32, True)
 
 
-def test_one_token_expanded_to_all(gaussian):
-    x = gaussian(1, 2, 1, 32).expand(1, 2, 40, 32)
-    assert x.stride(2) == 0
-    operand = quantize(x, Axis.of(40, 32, None), token_scales=False, **FORMS)
-    assert_quantized(operand, x, 32, False)
-
-
-floats = st.floats(-6e4, 6e4, width=16) | st.sampled_from([0.0, 2.0**-24, -(2.0**-24), 65504.0, 0.5, 127.0])
-
-
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(x=hnp.arrays("float16", (1, 2, 3, 5), elements=floats), token_scales=st.booleans())
-def test_any_finite_values_are_quantized_bit_for_bit(device, x, token_scales):
-    x = torch.from_numpy(x).to(device)
-    operand = quantize(x, Axis.of(3, 32, None), token_scales=token_scales, **FORMS)
-    assert_quantized(operand, x, 32, token_scales)
-
-
-@pytest.mark.parametrize("token_scales", [False, True])
-def test_ties_round_to_even(device, token_scales):
-    """With a largest element of 127 they are halves."""
-    x = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -127.0, 126.5], dtype=torch.float16, device=device)
-    x = x.reshape(1, 1, 1, 8)
-    operand = quantize(x, Axis.of(1, 32, None), token_scales=token_scales, **FORMS)
-    assert_quantized(operand, x, 32, token_scales)
-
-
 @pytest.mark.parametrize("largest", [0.0, 1e-40, 100 * TINY, 126 * TINY])
 def test_a_scale_that_would_be_subnormal_is_zero(device, largest):
     x = torch.full((1, 1, 5, 8), largest, dtype=torch.bfloat16, device=device)
     operand = quantize(x, Axis.of(5, 32, None), rows=True, token_scales=False)
     assert not operand.rows.any()
     assert not operand.scale.any()
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("token_scales", [False, True])
-def test_nan_and_inf_make_the_scale_of_their_block_or_token_nan(gaussian, poison, token_scales):
-    x = gaussian(1, 2, 70, 32)
-    clean = quantize(x, Axis.of(70, 32, None), token_scales=token_scales, **FORMS)
-    x[0, 1, 40, 3] = poison
-    operand = quantize(x, Axis.of(70, 32, None), token_scales=token_scales, **FORMS)
-    block = 3 + 1
-    poisoned = block * 32 + 8 if token_scales else block
-    assert operand.scale.isnan().nonzero().flatten().tolist() == [poisoned]
-    assert operand.rounded.isnan().nonzero().tolist() == [[block, 8, 3]]
-    assert not operand.rounded.isinf().any()
-    others = torch.arange(6) != block
-    assert torch.equal(operand.rows[others], clean.rows[others])
-    assert torch.equal(operand.columns[others], clean.columns[others])
 
 
 # --- Means ------------------------------------------------------------------------------------------------
@@ -202,12 +144,6 @@ def test_the_mean_over_all_tokens(gaussian, n, strided):
     assert mean.shape == (4, 64)
     assert not mean[:, 40:].any()
     torch.testing.assert_close(mean[:, :40], x.cpu().float().mean(2).flatten(0, 1), rtol=1e-6, atol=1e-6)
-
-
-def test_the_mean_sums_more_blocks_than_it_loads_at_once(device):
-    x = torch.arange(40.0).repeat_interleave(32).half().to(device)
-    mean = token_mean(x[:-31].reshape(1, 1, -1, 1), Axis.of(40 * 32 - 31, 32, None))
-    assert mean[0, 0].item() == pytest.approx((32 * 38 * 39 / 2 + 39) / (40 * 32 - 31), rel=1e-6)
 
 
 @pytest.mark.parametrize("token_scales", [False, True])
@@ -241,28 +177,6 @@ def test_smoothing(gaussian, smooth_q, smooth_k, token_scales):
 # --- dO and δ ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("token_scales", [False, True])
-def test_grad_and_delta(gaussian, token_scales):
-    grad, out = gaussian(2, 2, 70, 40), gaussian(2, 2, 70, 40).flip(2)
-    operand, delta = quantize_grad(
-        grad, out, Axis.of(70, 64, None), rows=True, columns=True, token_scales=token_scales
-    )
-    assert_quantized(operand, grad, 64, token_scales, ["rows", "columns"])
-    products = grad.cpu().double() * out.cpu().double()
-    # 40 sums of fp32, each rounded to 2⁻²⁴ of the sum of magnitudes.
-    error = (delta.cpu() - products.sum(-1).flatten(0, 1)).abs()
-    assert (error <= 40 * 2.0**-24 * products.abs().sum(-1).flatten(0, 1)).all()
-
-
-@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-def test_delta_is_nan_where_it_is_not_finite(gaussian, poison):
-    grad, out = gaussian(1, 2, 40, 32), gaussian(1, 2, 40, 32)
-    out[0, 1, 33, 5] = poison
-    _, delta = quantize_grad(grad, out, Axis.of(40, 32, None), rows=False, columns=False, token_scales=False)
-    assert delta.isnan().nonzero().tolist() == [[1, 33]]
-    assert not delta.isinf().any()
-
-
 # --- Sums -------------------------------------------------------------------------------------------------
 
 
@@ -292,41 +206,3 @@ def test_sums_of_the_largest_values(device):
 
 
 # --- Packed documents -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("token_scales", [False, True])
-def test_blocks_of_a_pack_are_those_of_its_documents(gaussian, token_scales):
-    x = gaussian(1, 2, 150, 40)
-    boundaries = [2, 2, 35, 36, 140, 140]
-    cu_seqlens = torch.tensor(boundaries, device=x.device)
-    axis = Axis.of(150, 32, cu_seqlens)
-    mean = token_mean(x, axis)
-    operand = quantize(
-        x, axis, subtract="given", mean=mean, token_scales=token_scales, rows=True, columns=True
-    )
-    scales = operand.scale.reshape(2, axis.blocks, -1)
-    rows, columns = (values.unflatten(0, (2, axis.blocks)) for values in (operand.rows, operand.columns))
-    first = 0
-    for document, (start, stop) in enumerate(pairwise(boundaries)):
-        if start == stop:
-            assert not mean.reshape(2, 5, -1)[:, document].any()
-            continue
-        alone = Axis.of(stop - start, 32, None)
-        tokens = x[:, :, start:stop]
-        alone_mean = token_mean(tokens, alone)
-        assert torch.equal(mean.reshape(2, 5, -1)[:, document], alone_mean)
-        wanted = quantize(
-            tokens,
-            alone,
-            subtract="given",
-            mean=alone_mean,
-            token_scales=token_scales,
-            rows=True,
-            columns=True,
-        )
-        own = slice(first, first + alone.blocks)
-        assert torch.equal(rows[:, own].flatten(0, 1), wanted.rows)
-        assert torch.equal(columns[:, own].flatten(0, 1), wanted.columns)
-        assert torch.equal(scales[:, own].flatten(), wanted.scale)
-        first += alone.blocks
-    assert first <= axis.blocks
