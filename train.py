@@ -18,13 +18,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import Interrupted, TrainingError
 from common.overrides import explaining_help, readable
+from common.terminal import say, surviving_closed
 from sagebwd.kernels.cuda.compile import use_private_caches
-from trainer import distributed, interrupt, launch, settings, sweep
+from trainer import distributed, processes, settings, sweep
 from trainer.checks import check
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
-from trainer.start import inherited
+from trainer.start import TrainingDirectory, inherited
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -40,7 +41,7 @@ def main(config: DictConfig) -> float | None:
         return RunDirectory(Path(run_settings.run_dir)).validation_loss() if searched else None
     except Interrupted as stop:
         if not (_in_sweep() and HydraConfig.get().runtime.choices["hydra/launcher"] == "basic"):
-            interrupt.say(str(stop))  # of such a sweep the summary tells
+            say(str(stop))  # of such a sweep the summary tells
         sys.exit(128 + stop.signal)  # the shell's convention; also ends a sweep
     except TrainingError as error:
         if _in_sweep():
@@ -55,28 +56,28 @@ def run(run_settings: Settings) -> None:
 
     Raises TrainingError for what the user can fix, and Interrupted when asked to stop.
     """
-    torchrun = distributed.under_torchrun()
-    processes = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
+    torchrun = processes.under_torchrun()
+    count = int(os.environ["WORLD_SIZE"]) if torchrun else run_settings.hardware.devices
     if run_settings.plan:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(describe(run_settings, processes))
+            print(describe(run_settings, count))
         return
     name_directory(run_settings, settings.unresolved(HydraConfig.get().overrides.task))
-    check(run_settings, processes)
+    check(run_settings, count)
     # Under torchrun a rank that has another answer would wait forever, so train() asks for all of them.
-    directory = RunDirectory(Path(run_settings.run_dir))
+    directory = TrainingDirectory(Path(run_settings.run_dir))
     if not torchrun and directory.is_finished_with(run_settings):
         print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
         return
     # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.
     from trainer.loop import train
 
-    if torchrun or (processes == 1 and not _in_sweep()):
+    if torchrun or (count == 1 and not _in_sweep()):
         if torchrun:
-            interrupt.watch_parent(os.getppid())  # launch does it for the processes that it starts
+            processes.watch_parent(os.getppid())  # distributed.start does it for the processes that it starts
         train(run_settings)
     else:  # the runs of a sweep get processes of their own, so that none can affect the next
-        launch.start(train, run_settings, processes=processes)
+        distributed.start(train, run_settings, processes=count)
     if not torchrun and not directory.is_finished:
         raise TrainingError(f"{directory.path} has no DONE: its process ended early, as by os._exit(0)")
 
@@ -86,11 +87,11 @@ def _in_sweep() -> bool:
 
 
 if __name__ == "__main__":
-    interrupt.end_with_sweep()
+    processes.end_with_sweep()
     use_private_caches()
     settings.register()
     sweep.register()
     sys.argv[1:] = readable(sys.argv[1:])
     settings.check_or_exit(sys.argv[1:], CONFIGS)
-    with interrupt.surviving_closed(), explaining_help(sys.argv, Settings, CONFIGS / "attention"):
+    with surviving_closed(), explaining_help(sys.argv, Settings, CONFIGS / "attention"):
         main()

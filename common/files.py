@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import shlex
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 FULL_HASH_LIMIT = 256 << 20  # bytes; up to this many in all, files are identified by all of their content
 LARGEST_RECORD = 256 << 20  # bytes of JSON: the manifest of 2 TB of tokens, or twice the largest tokenizers
+LARGEST_LINES = 4 << 30  # bytes of lines of JSON: a curve of ten million steps
 SAMPLE = 1 << 20  # bytes read from each end of a file that is too large to hash whole
 
 log = logging.getLogger(__name__)
@@ -164,3 +166,51 @@ def read_json(file: Path) -> Any:
         return None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); delete it and run data.prepare again") from None
+
+
+# ---------------------------------------------------------------------- lines of JSON
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects in a file of JSON lines. A last line that a crash cut short is left out.
+
+    Raises ValueError, naming the line, if any other is damaged.
+    """
+    records = []
+    for number, line in enumerate(read_bytes(path, LARGEST_LINES, links=False).split(b"\n")[:-1], start=1):
+        try:
+            record = read_line(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(damaged_line(path, number, str(error))) from error
+        if not isinstance(record, dict):
+            raise ValueError(damaged_line(path, number, "it is no JSON object"))
+        records.append(record)
+    return records
+
+
+def read_line(line: str | bytes) -> Any:
+    """The value in a line of JSON. Raises ValueError."""
+    return json.loads(line, parse_int=_whole)
+
+
+def append_line(path: Path, record: dict[str, Any]) -> None:
+    """Append a line of JSON, in place of one that a crash or a full disk cut short."""
+    with open(path, "ab+", opener=no_link) as file:
+        file.seek(0)
+        complete = file.read().rfind(b"\n") + 1
+        file.truncate(complete)
+        file.write(json.dumps(record).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def damaged_line(path: Path, number: int, problem: str) -> str:
+    """What is wrong with a line, and how to go on without it."""
+    fix = shlex.join(["sed", "-i", f"{number}d", str(path)])
+    return f"line {number} of {path} is damaged ({problem}). To go on without it, delete that line: {fix}"
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 18:
+        raise ValueError(f"{digits[:20]} is a whole number of more than 18 digits; log it as a float")
+    return int(digits)

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
@@ -50,14 +51,14 @@ class Opened(NamedTuple):
     val: TokenShards
 
 
-def open_corpus(settings: DataSettings) -> Corpus:
+def open_corpus(settings: DataSettings, recipes: Sequence[Recipe] | None = None) -> Corpus:
     """Open the texts of these settings; a small one is prepared first if it is not yet.
 
     Every process may call this at once: one prepares, the others wait. Raises ValueError, with the command to
     run, for a large text that is not prepared and for a damaged shard, and whatever `data.recipe.read` and
-    `data.prepare.prepare` raise.
+    `data.prepare.prepare` raise. recipes: those of `data.recipe.read`, if it was called already.
     """
-    recipes = recipe.read(settings)
+    recipes = recipes or recipe.read(settings)
     texts = [_open(one, settings.prepare_on_first_use_mb) for one in recipes]
     tokenizer = tokenizers.load(settings.tokenizer)
     separator = tokenizer.end_of_text if settings.mask_documents else None

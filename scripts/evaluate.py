@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ends_with_message
+from common.files import append_line
 from common.terminal import add_device_option, command_parser
 from data.huggingface_tokenizer import TOKENIZER_FILE
 from model.huggingface import CONFIG_FILE
 from scripts.export import export_checkpoint, sealed_in
 from scripts.runs import read_settings
 from trainer.record import start_wandb
-from trainer.run_directory import RunDirectory, append_line
-from trainer.seal import checkpoint_of, newest_step
+from trainer.run_directory import RunDirectory, checkpoint_of, newest_step
 from trainer.settings import Settings
 
 BOOTSTRAPS = 1000  # for standard errors that have no closed form

@@ -21,13 +21,11 @@ from data.tokenizers import tokenizer_identity
 from model.huggingface import CONFIG_FILE
 from model.llama import Llama
 from scripts.runs import read_settings
-from trainer import seal
 from trainer.checkpoint import load_weights
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
 from trainer.export import export, model_card
-from trainer.run_directory import RunDirectory, read_metrics
-from trainer.seal import checkpoint_of, newest_step
+from trainer.run_directory import RunDirectory, checkpoint_of, newest_step, read_metrics, read_seal
 from trainer.settings import Settings
 
 
@@ -96,7 +94,7 @@ def load_checkpoint(directory: RunDirectory, settings: Settings, step: int) -> L
 def sealed_in(path: Path) -> dict:
     """What was saved with a checkpoint. Raises ValueError if its seal is damaged."""
     try:
-        return seal.read(path)
+        return read_seal(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is damaged ({error}); use another --step") from error
 

@@ -33,15 +33,14 @@ from textwrap import indent
 from tqdm import tqdm
 
 from common.errors import Interrupted
+from common.files import read_lines
 from common.overrides import override
 from common.terminal import command_parser, positive_int
 from scripts.paper.experiments import SCALES, Item, Run, duration_in_words, find, items, total_cost
 from scripts.runs import is_settled
 from trainer.identity import may_change
-from trainer.interrupt import StopSignal
-from trainer.launch import FAILED, FINISHED, POLL_S, Job, Outcome, run_all
-from trainer.record import forget_one_run
-from trainer.run_directory import RunDirectory, read_lines
+from trainer.processes import FAILED, FINISHED, POLL_S, Job, Outcome, StopSignal, forget_one_run, run_all
+from trainer.run_directory import RunDirectory
 from trainer.settings import check_or_exit
 
 #: The committed results.

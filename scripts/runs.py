@@ -17,9 +17,8 @@ from common.errors import SettingsError
 from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader
 from scripts.output import printable
-from trainer import identity, seal
-from trainer.run_directory import UNNAMED, RunDirectory
-from trainer.seal import steps_in
+from trainer import identity
+from trainer.run_directory import UNNAMED, RunDirectory, checkpoints_in, read_seal, steps_in
 from trainer.settings import Settings
 
 #: Folders of a run that hold no runs, and may hold many files.
@@ -181,11 +180,11 @@ def fingerprint(directory: RunDirectory) -> str | None:
 
     Raises ValueError if that checkpoint is damaged.
     """
-    checkpoints = seal.checkpoints_in(directory.checkpoints)
+    checkpoints = checkpoints_in(directory.checkpoints)
     if not checkpoints:
         return None
     try:
-        return seal.read(checkpoints[-1])["data"]
+        return read_seal(checkpoints[-1])["data"]
     except (OSError, KeyError, ValueError) as error:
         raise ValueError(
             f"checkpoint {checkpoints[-1]} is damaged ({error}); delete that folder, and the checkpoint "

@@ -25,8 +25,7 @@ from model.llama import Llama
 from scripts.export import load_checkpoint
 from scripts.output import printable
 from scripts.runs import read_settings
-from trainer.run_directory import RunDirectory
-from trainer.seal import newest_step
+from trainer.run_directory import RunDirectory, newest_step
 
 
 @ends_with_message()

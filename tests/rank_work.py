@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from common.errors import Interrupted
 from trainer import distributed
-from trainer.interrupt import StopRequest
+from trainer.processes import StopRequest
 
 
 def fail_on_rank_1() -> None:

@@ -24,7 +24,7 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
-from trainer.run_directory import RunDirectory
+from trainer.start import TrainingDirectory
 
 
 class Calls(list):
@@ -100,7 +100,7 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, call
 
 
 def test_a_run_is_done_when_its_weights_and_curve_are_on_the_disk(tmp_path, calls):
-    directory = RunDirectory(tmp_path / "run")
+    directory = TrainingDirectory(tmp_path / "run")
     directory.weights.mkdir(parents=True)
     left = [directory.weights / "model.safetensors", directory.weights / "config.json", directory.metrics]
     for path in left:

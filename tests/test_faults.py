@@ -70,7 +70,7 @@ def replaced(name, wrap):
 def slow_writes(seconds=0.001):
     """Every tensor of a checkpoint takes so long more, some 100 of them and the seal."""
     replaced("torch.save", lambda save: lambda *data: (time.sleep(seconds), save(*data)))
-    replaced("trainer.seal.write", lambda seal: lambda *data: (time.sleep(20 * seconds), seal(*data)))
+    replaced("trainer.checkpoint.write_seal", lambda seal: lambda *it: (time.sleep(20 * seconds), seal(*it)))
 
 
 def dies_in(name, call):
@@ -211,9 +211,9 @@ def half_written(settings):
 SPOTS = {
     "while the first is written": ("torch.save", 5),
     "while the second is written": ("torch.save", 150),
-    "before the seal": ("trainer.seal.write", 2),
+    "before the seal": ("trainer.checkpoint.write_seal", 2),
     "sealed, without its name": ("os.rename", 2),
-    "named, before old ones are dropped": ("trainer.seal.sync", 8),
+    "named, before old ones are dropped": ("trainer.checkpoint.sync", 5),
 }
 
 
@@ -260,7 +260,7 @@ SHORT_ON_TWO = (*SHORT, "hardware.micro_batch=2")
 FULL_DISKS = {
     "for the part of the first rank": (0, "torch.save", 100),
     "for the part of the second rank": (1, "torch.save", 100),
-    "for the seal": (0, "trainer.seal.write", 1),
+    "for the seal": (0, "trainer.checkpoint.write_seal", 1),
 }
 
 
@@ -328,7 +328,7 @@ FULL = {
     "for config.yaml": ("trainer.run_directory.write_text", 1, 0, "the disk is full"),
     "for the metrics": ("trainer.run.start_wandb", 1, 0, "metrics.jsonl"),
     "in a checkpoint": ("torch.save", 150, 1 << 16, "could not write the checkpoint of step 4"),
-    "for the seal": ("trainer.seal.write", 2, 0, "could not write the checkpoint of step 4"),
+    "for the seal": ("trainer.checkpoint.write_seal", 2, 0, "could not write the checkpoint of step 4"),
     "for the weights": ("model.huggingface.save", 1, 1 << 16, "could not write the trained weights"),
     "for the pictures": ("trainer.export.plot_losses", 1, 0, "could not draw the curves"),
 }

@@ -18,11 +18,11 @@ import torch.distributed as dist
 import torch.distributed.run
 
 import trainer.events
-import trainer.step
+import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import rank_work, warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
-from trainer import distributed, identity, launch, machine
+from trainer import distributed, identity, machine
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
@@ -165,7 +165,7 @@ def requeue_when_asked(folder: Path) -> None:
     signal.signal(signal.SIGUSR2, requeue)
     threading.Thread(target=ask).start()
     try:
-        launch.start(rank_work.save_when_asked, folder, processes=2)
+        distributed.start(rank_work.save_when_asked, folder, processes=2)
     finally:
         assert saved_before == [["0_saved", "1_saved"]]
 
@@ -190,7 +190,7 @@ def count_collectives(file: Path) -> None:
 
     for name in ("all_reduce", "broadcast", "broadcast_object_list", "all_gather", "barrier"):
         setattr(dist, name, counted(getattr(dist, name), name))
-    trainer.step.train_step = counted(trainer.step.train_step, "step")
+    trainer.loop.train_step = counted(trainer.loop.train_step, "step")
 
 
 def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path):

@@ -18,9 +18,10 @@ from data.tokens import TokenShards
 from scripts import compare
 from scripts.runs import read_settings
 from tests.trainer.test_checkpoint import checkpoints, make, train_step
-from trainer import identity, safe_load, seal
+from trainer import identity
+from trainer.checkpoint import load_safely
 from trainer.export import _losses
-from trainer.run_directory import RunDirectory, read_metrics
+from trainer.run_directory import CHECKSUM, RunDirectory, read_metrics, seal_text, verify_seal
 from trainer.settings import Settings
 
 #: What a byte, or some, may turn into. Each has broken a reader of this kind somewhere.
@@ -117,17 +118,17 @@ class Seal(Reader):
     def write(self):
         model, optimizer = make()
         train_step(model, optimizer)
-        extra = {"settings": identity.recorded(Settings(seed=1)), "data": "a", "tokenizer": "bytes"}
+        extra = {"settings": Settings(seed=1).recorded(), "data": "a", "tokenizer": "bytes"}
         checkpoints(self.folder / "checkpoints").save(1, model, optimizer, extra)
         self.path = self.folder / "checkpoints" / "step_00000001"
         return self.path / "seal.json"
 
     def read(self):
-        RunDirectory(self.folder).check_checkpoint(self.path, seal.verify(self.path), Settings(seed=1))
+        RunDirectory(self.folder).check_checkpoint(self.path, verify_seal(self.path), Settings(seed=1))
 
     def text(self, tree):
         if isinstance(tree, dict):
-            return seal.dumps({name: value for name, value in tree.items() if name != seal.CHECKSUM})
+            return seal_text({name: value for name, value in tree.items() if name != CHECKSUM})
         return json.dumps(tree)
 
 
@@ -140,7 +141,7 @@ class Metadata(Seal):
 
     def read(self):
         with warnings.catch_warnings(action="ignore"):
-            safe_load.load(self.state, self.path, self.files, alone=True)
+            load_safely(self.state, self.path, self.files, alone=True)
 
 
 class Done(Reader):
@@ -157,7 +158,7 @@ class Done(Reader):
 
 class Config(Reader):
     def write(self):
-        stored = identity.recorded(Settings(sample_prompt="${x}"))
+        stored = Settings(sample_prompt="${x}").recorded()
         for group in (stored, *(value for value in stored.values() if isinstance(value, dict))):
             group |= {name: 1 for name, value in group.items() if value == "???"}
         (self.folder / "config.yaml").write_text(yaml.safe_dump(stored))
@@ -165,7 +166,7 @@ class Config(Reader):
 
     def read(self):
         stored = identity.read(self.file)
-        identity.listed(identity.differences(stored, identity.recorded(Settings())))
+        identity.changes(stored, Settings(), 0)
         assert os.environ["HOME"] not in str(read_settings(RunDirectory(self.folder)))
 
 

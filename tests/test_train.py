@@ -162,5 +162,5 @@ def test_a_missing_package_is_said_in_one_line(program):
 
 
 def test_a_program_that_imports_the_packages_has_its_own_tracebacks():
-    program = "import sys, data.prepare, trainer.interrupt; print(sys.excepthook is sys.__excepthook__)"
+    program = "import sys, data.prepare, trainer.processes; print(sys.excepthook is sys.__excepthook__)"
     assert run_fresh([sys.executable, "-c", program]) == "True\n"

@@ -14,12 +14,12 @@ from model.kernels.flash_attention_4 import why_not
 from model.llama import Llama
 from tests.cli import assert_same_weights, kill_at_step, losses, metrics, run
 from tests.trainer.conftest import compose_settings
-from trainer import step
+from trainer import loop
 from trainer.distributed import Ranks
 from trainer.events import stop_if_asked
-from trainer.interrupt import StopRequest
+from trainer.processes import StopRequest
 from trainer.run import Run
-from trainer.run_directory import RunDirectory
+from trainer.start import TrainingDirectory
 
 __all__ = ["compose_settings"]
 
@@ -126,18 +126,18 @@ def test_pinned_kernels_compile_into_one_graph_and_agree(kernel):
 )
 def test_a_step_waits_for_the_gpu_once(compose_settings, datasets, tmp_path, overrides):
     settings = compose_settings("experiment=debug", *ON_GPU, f"data.root={datasets}", "steps=20", *overrides)
-    directory = RunDirectory(tmp_path / "run")
+    directory = TrainingDirectory(tmp_path / "run")
     with directory.locked(), StopRequest() as stop:
         directory.open(settings)
         run = Run(settings, directory, Ranks(0, 1, torch.device("cuda", 0)), stop)
         for _ in range(3):  # the first steps allocate and compile
-            step.train_step(run)
+            loop.train_step(run)
             run.step += 1
         try:
             with warnings.catch_warnings(record=True) as waits:
                 warnings.simplefilter("always")
                 torch.cuda.set_sync_debug_mode("warn")  # warns, too, that it is a prototype
-                step.train_step(run)
+                loop.train_step(run)
                 run.checkpoints.poll(writing=False, failed=False)
                 stop_if_asked(run, {})
         finally:

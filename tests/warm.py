@@ -25,13 +25,13 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
+import trainer.loop
 import trainer.settings
-import trainer.step
 from common.errors import Interrupted, TrainingError
 from tests.cli import ROOT
-from trainer import distributed, launch
-from trainer.interrupt import StopRequest
+from trainer import distributed
 from trainer.loop import train
+from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.settings import Settings
 
@@ -59,7 +59,7 @@ def debug_settings(datasets: Path, *overrides: str) -> Settings:
 
 def at_step(step: int, act: Callable[[Run], object], *, after: bool = False) -> None:
     """A fault: act(run) before the step that follows `step` others is computed, or right after that."""
-    original = trainer.step.train_step
+    original = trainer.loop.train_step
 
     def train_step(run: Run) -> dict[str, float]:
         due = run.step == step
@@ -70,7 +70,7 @@ def at_step(step: int, act: Callable[[Run], object], *, after: bool = False) -> 
             act(run)
         return values
 
-    trainer.step.train_step = train_step
+    trainer.loop.train_step = train_step
 
 
 def start(settings: Settings, *faults: Callable[[], None], rank: int = 0, ranks: int = 1, port: int = 0):
@@ -136,8 +136,8 @@ def refusals(*runs: tuple[Settings, Settings]) -> list[list[str]]:
 
 
 def launch_two(work: Callable[..., None], *arguments: object) -> None:
-    """trainer.launch.start(work, …) for two ranks; raises what that raises."""
-    call(functools.partial(launch.start, work, *arguments, processes=2))
+    """trainer.distributed.start(work, …) for two ranks; raises what that raises."""
+    call(functools.partial(distributed.start, work, *arguments, processes=2))
 
 
 def call(function: Callable[[], None]) -> None:
@@ -163,7 +163,7 @@ def _call(function: Callable[[], None], connection: Connection) -> None:
 
 
 def ranks_are_forked() -> None:
-    """Let trainer.launch fork its ranks from this process, which has imported all that they need.
+    """Let trainer.distributed fork its ranks from this process, which has imported all that they need.
 
     They begin with the handlers of signals that a fresh process has.
     """

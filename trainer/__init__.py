@@ -1,20 +1,19 @@
 """The training loop and what it needs.
 
-loop            read this first: a run from its settings to its weights; run: what it is built of (build),
-                step: one optimizer step; events: what follows each step, in order
-start           weights or the checkpoint of another run to start from; callbacks: a user's own code
-settings        every setting, with its type; the command line; identity: which settings make a run what it is
-checks          settings against each other
-optimizer       AdamW, Muon and the learning rate; evaluate: validation
+loop            read this first: a run from its settings to its weights, and one optimizer step
+run             what it is built of, and where it starts from; events: what follows each step, in order
+settings        every setting, with its type; the command line; checks: settings against each other
+start           settings taken from where a run starts, and the directory it trains in
+run_directory   what a run leaves on disk; identity: which settings make a run what it is
+checkpoint      complete or absent, and safe to read
+optimizer       AdamW, Muon and the learning rate
 distributed     ranks; parallel: a model on several devices
-checkpoint      seal and safe_load: what makes one complete, and safe to read
-run_directory   what a run leaves on disk, and whether it may go on there
+divergence      NaN and Inf end a run, outliers are logged; probe: error of INT8 attention
 record          metrics, progress bar, log, W&B, TensorBoard; plot: pictures
-export          weights for Hugging Face with their card
-divergence      NaN and Inf end a run; spikes: outliers; probe: error of INT8 attention; profiling
-estimate        memory, time and disk of a run, the table of plan=true; machine: what there is here, code too
-launch          ranks of a run, or commands in parallel, on this machine; interrupt: stopping them
-sweep           the runs of a sweep
+export          weights for Hugging Face with their card; callbacks: a user's own code
+estimate        memory, time and disk of a run, the table of plan=true
+machine         what there is here, code too, and a profile of it
+processes       stopping them, and commands in parallel; sweep: the runs of a sweep
 """
 
 import os

@@ -1,9 +1,8 @@
 """Checkpoints that are complete or absent.
 
-A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed (trainer/seal.py), and
-renamed. Reading verifies the seal; if that fails the previous checkpoint is used. The state itself is stored
-by torch.distributed.checkpoint, so a run can resume on another number of devices, and read by
-trainer/safe_load.py.
+A checkpoint is a folder `step_<n>`. It is written under a temporary name, sealed, and renamed. Reading
+verifies the seal; if that fails the previous checkpoint is used. The state itself is stored by
+torch.distributed.checkpoint, so a run can resume on another number of devices, and read without running code.
 
 In the background mode, training pauses only while the state is copied to CPU memory. A thread then writes,
 seals, renames and deletes old checkpoints. With several ranks each has such a thread and writes its part. The
@@ -11,12 +10,16 @@ threads use a process group of their own, because the order of collectives withi
 all ranks, and training goes on in the other group.
 """
 
+import io
 import logging
 import os
+import pathlib
+import pickle
+import pickletools
 import shutil
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import metadata as parts
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -34,9 +42,18 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from common.errors import TrainingError, explain
-from trainer import safe_load, seal
+from common.files import read_bytes
 from trainer.distributed import Ranks
-from trainer.seal import checkpoint_of, checkpoints_in, path_of
+from trainer.run_directory import (
+    METADATA,
+    checkpoint_of,
+    checkpoints_in,
+    path_of,
+    step_of,
+    sync,
+    verify_seal,
+    write_seal,
+)
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +142,7 @@ class Checkpoints:
 
     def _complete(self, path: Path) -> None:
         if self.completed:
-            self.completed(seal.step_of(path), path)
+            self.completed(step_of(path), path)
 
     def close(self) -> None:
         """Complete a write in progress. Its failure is only logged: another error is ending the run."""
@@ -145,25 +162,11 @@ class Checkpoints:
         with it. It raises TrainingError if that is not of this run. This raises TrainingError if there are
         checkpoints but none is intact, because starting over is the user's decision.
         """
-        path, sealed = self.ranks.from_main(lambda: self._newest_intact(check))
+        path, sealed = self.ranks.from_main(lambda: _newest_intact(self.folder, check))
         if path is None:
             return None
-        self.load(path, sealed, model, optimizer)
+        restore(path, sealed, model, optimizer)
         return sealed
-
-    def load(self, path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
-        """Restore a checkpoint, of this run or another, whose seal was verified."""
-        state = _state(model, optimizer)
-        try:
-            safe_load.load(state, path, sealed["files"])
-        except ValueError as error:
-            raise TrainingError(
-                f"checkpoint {path} cannot be loaded: {error}. Delete that folder, and the same command "
-                "continues from the checkpoint before it"
-            ) from error
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-
-    # ------------------------------------------------------------------ writing, on the thread or not
 
     def _copy(self, state: dict[str, Any]) -> dict[str, Any]:
         """A copy of the current state in CPU memory."""
@@ -181,7 +184,7 @@ class Checkpoints:
         final = path_of(self.folder, sealed["step"])
         temporary = self.folder / f".writing_{final.name}"
         try:
-            self.ranks.from_main(lambda: self._make_folder(temporary), self._group)
+            self.ranks.from_main(lambda: _make_folder(self.folder, temporary), self._group)
             dcp.save(state, checkpoint_id=temporary, process_group=self._group)  # returns when all ranks have
             self.ranks.from_main(lambda: self._publish(temporary, final, sealed), self._group)
         except (OSError, dcp.CheckpointException) as error:
@@ -194,53 +197,67 @@ class Checkpoints:
             ) from error
         return final
 
-    def _make_folder(self, temporary: Path) -> None:
-        if not self.folder.parent.is_dir():
-            raise OSError(f"{self.folder.parent} was removed while the run trains")
-        self.folder.mkdir(exist_ok=True)
-        for leftover in self.folder.glob(".writing_*"):  # of a process that was killed
-            shutil.rmtree(leftover)
-        temporary.mkdir()
-
     def _publish(self, temporary: Path, final: Path, sealed: dict[str, Any]) -> None:
-        seal.write(temporary, sealed)
+        write_seal(temporary, sealed)
         shutil.rmtree(final, ignore_errors=True)  # exists only if it was damaged
         os.rename(temporary, final)
-        seal.sync(self.folder)
-        seal.sync(self.folder.parent)  # which names that folder
+        sync(self.folder)
+        sync(self.folder.parent)  # which names that folder
         if self.published:
             self.published(sealed["step"])
-        self._drop_old(sealed["step"])
+        _drop_old(self.folder, sealed["step"], keep=self.keep, milestone_every=self.milestone_every)
 
-    def _drop_old(self, newest: int) -> None:
-        """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
-        done = [path for path in checkpoints_in(self.folder) if seal.step_of(path) <= newest]
-        for path in done[: -self.keep]:
-            if self.milestone_every is None or seal.step_of(path) % self.milestone_every:
-                shutil.rmtree(path)
 
-    # ------------------------------------------------------------------ what is there
+def _make_folder(folder: Path, temporary: Path) -> None:
+    if not folder.parent.is_dir():
+        raise OSError(f"{folder.parent} was removed while the run trains")
+    folder.mkdir(exist_ok=True)
+    for leftover in folder.glob(".writing_*"):  # of a process that was killed
+        shutil.rmtree(leftover)
+    temporary.mkdir()
 
-    def _newest_intact(
-        self, check: Callable[[Path, dict[str, Any]], None] | None
-    ) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
-        """The newest checkpoint whose files are what its seal says, and the seal's contents."""
-        paths = checkpoints_in(self.folder)
-        for path in reversed(paths):
-            try:
-                sealed = seal.verify(path)
-            except (OSError, ValueError) as error:
-                log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
-                continue
-            if check:
-                check(path, sealed)
-            return path, sealed
-        if paths:
-            raise TrainingError(
-                f"every checkpoint in {self.folder} is damaged. Restore one from a copy, or delete the run "
-                f"directory {self.folder.parent} to train from the start"
-            )
-        return None, None
+
+def _drop_old(folder: Path, newest: int, *, keep: int, milestone_every: int | None) -> None:
+    """Later ones than `newest` do not count: they are damaged, or the run would have begun there."""
+    done = [path for path in checkpoints_in(folder) if step_of(path) <= newest]
+    for path in done[:-keep]:
+        if milestone_every is None or step_of(path) % milestone_every:
+            shutil.rmtree(path)
+
+
+def _newest_intact(
+    folder: Path, check: Callable[[Path, dict[str, Any]], None] | None
+) -> tuple[Path, dict[str, Any]] | tuple[None, None]:
+    """The newest checkpoint whose files are what its seal says, and the seal's contents."""
+    paths = checkpoints_in(folder)
+    for path in reversed(paths):
+        try:
+            sealed = verify_seal(path)
+        except (OSError, ValueError) as error:
+            log.warning("checkpoint %s is damaged (%s); trying the previous one", path, error)
+            continue
+        if check:
+            check(path, sealed)
+        return path, sealed
+    if paths:
+        raise TrainingError(
+            f"every checkpoint in {folder} is damaged. Restore one from a copy, or delete the run "
+            f"directory {folder.parent} to train from the start"
+        )
+    return None, None
+
+
+def restore(path: Path, sealed: dict[str, Any], model: nn.Module, optimizer) -> None:
+    """Restore a checkpoint, of this run or another, whose seal was verified."""
+    state = _state(model, optimizer)
+    try:
+        load_safely(state, path, sealed["files"])
+    except ValueError as error:
+        raise TrainingError(
+            f"checkpoint {path} cannot be loaded: {error}. Delete that folder, and the same command "
+            "continues from the checkpoint before it"
+        ) from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def load_weights(folder: Path, step: int, model: nn.Module) -> None:
@@ -259,10 +276,10 @@ def load_alone(state: dict[str, Any], path: Path) -> None:
     Raises ValueError if it is damaged.
     """
     try:
-        sealed = seal.verify(path)
+        sealed = verify_seal(path)
         with warnings.catch_warnings():  # of no process group, which takes none here
             warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
-            safe_load.load(state, path, sealed["files"], alone=True)
+            load_safely(state, path, sealed["files"], alone=True)
     except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {path} is damaged ({error}); use another step, or delete that folder"
@@ -288,3 +305,120 @@ def _reason(error: BaseException) -> str:
     if "unexpected pos" in str(error):
         return "the disk is full, or refused the rest of a file"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+# ---------------------------------------------------------------------- reading without running code
+#
+# torch's own reader unpickles `.metadata`, and every value that is not a tensor, and a pickle may call any
+# function. Here the metadata may name the classes of CLASSES only, and values are read by torch's
+# weights_only unpickler, as torch itself reads the tensors.
+
+
+def _layout(name: str) -> torch.layout:
+    """What torch.serialization._get_layout gives for the only layout in a checkpoint."""
+    return {"torch.strided": torch.strided}[name]
+
+
+def _enum_member(kind: type, name: str) -> parts._MEM_FORMAT_ENCODING:
+    """getattr(kind, name), as Python 3.11.0 to 3.11.3 pickle the members of an enum. Of this enum only."""
+    if kind is not parts._MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"it asks for {name} of {kind!r}, which no checkpoint needs")
+    return parts._MEM_FORMAT_ENCODING[name]
+
+
+CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
+    **{
+        (parts.__name__, kind.__name__): kind
+        for kind in (
+            Metadata,
+            StorageMeta,
+            parts.MetadataIndex,
+            parts.TensorStorageMetadata,
+            parts.BytesStorageMetadata,
+            parts.ChunkStorageMetadata,
+            parts.TensorProperties,
+            parts._MEM_FORMAT_ENCODING,
+        )
+    },
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("builtins", "getattr"): _enum_member,
+    # Where it was written: only a name, on any system. Python 3.13 moved the class.
+    **{
+        (module, f"{kind}Path"): getattr(pathlib, f"Pure{kind}Path")
+        for module in ("pathlib", "pathlib._local")
+        for kind in ("Posix", "Windows")
+    },
+}
+
+
+#: What pickle writes for these. Others reach into its memory: PUT makes room for as many values as it names.
+OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "REDUCE"),
+    *("NEWOBJ", "BUILD", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND"),
+    *("APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1"),
+    *("BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"),
+}
+
+
+def load_safely(state: dict[str, Any], folder: Path, files: Collection[str], *, alone: bool = False) -> None:
+    """Read the values of `state` from the checkpoint in `folder`, into its tensors.
+
+    files: the names of the checkpoint's files, as its seal has them. alone: without the other ranks. Raises
+    ValueError or OSError if the checkpoint is damaged, asks for code, or does not hold what `state` has.
+    """
+    read_metadata(folder, files)  # before torch sees it: its errors come wrapped
+    try:
+        dcp.load(state, storage_reader=_Reader(folder, files), planner=_Planner(), no_dist=alone)
+    except dcp.CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        raise ValueError(str(causes[0] if causes else error)) from error
+
+
+def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
+    """`.metadata` of a checkpoint. Raises ValueError if it names other classes, or files outside `files`."""
+    content = read_bytes(folder / METADATA, links=False)
+    try:
+        for opcode, _, _ in pickletools.genops(content):
+            if opcode.name not in OPCODES:
+                raise pickle.UnpicklingError(f"it has {opcode.name}, which no checkpoint needs")
+        metadata = _Unpickler(io.BytesIO(content)).load()
+    except Exception as error:  # damaged pickles raise whatever their bytes lead to
+        raise ValueError(f"{METADATA} cannot be read: {error}") from error
+    if not (isinstance(metadata, Metadata) and isinstance(metadata.storage_data, dict)):
+        raise ValueError(f"{METADATA} is not that of a checkpoint")
+    for place in metadata.storage_data.values():
+        name = getattr(place, "relative_path", None)
+        if not (isinstance(place, _StorageInfo) and isinstance(name, str) and name in files):
+            name = name if isinstance(name, str) else "nothing"
+            raise ValueError(f"{METADATA} points to {name}, which is no file of this checkpoint")
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = CLASSES.get((module, name))
+        if known is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            known = getattr(torch, name)
+        if known is None:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return known
+
+
+class _Reader(dcp.FileSystemReader):
+    def __init__(self, folder: Path, files: Collection[str]):
+        super().__init__(folder)
+        self.files = files
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        metadata = read_metadata(Path(self.path), self.files)
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        loaded = torch.load(value, weights_only=True)
+        set_element(self.original_state_dict, self.mappings[read_item.dest_index.fqn], loaded)

@@ -4,7 +4,6 @@ Runs in milliseconds, before any data is read, any model is built or anything is
 to know is checked where it is read.
 """
 
-import itertools
 import json
 import logging
 import math
@@ -14,13 +13,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-import data.recipe
 import data.settings
 import data.tokenizers
 import model.config
 from common.errors import SettingsError
-from trainer.machine import MEMORY_GIB, known_gpu
-from trainer.optimizer import OPTIMIZERS, decay_steps, learning_rate
+from trainer.optimizer import OPTIMIZERS, warmup_steps
 from trainer.settings import Settings, value_problems
 
 log = logging.getLogger(__name__)
@@ -61,13 +58,6 @@ def sizes_of(settings: Settings, ranks: int) -> Sizes:
     )
 
 
-def warmup_steps(settings: Settings) -> int:
-    """tps.warmup_steps, or a tenth of a run that is too short for them."""
-    steps, asked, optimizer = settings.total_steps, settings.tps.warmup_steps, settings.optimizer
-    falling = decay_steps(optimizer, steps=steps, warmup_steps=steps - 1)
-    return asked if asked + falling <= steps else min(steps // 10, steps - falling)
-
-
 def report_warmup(settings: Settings) -> None:
     """Log that the run is too short for its warm-up."""
     if (found := warmup_steps(settings)) < settings.tps.warmup_steps:
@@ -75,24 +65,6 @@ def report_warmup(settings: Settings) -> None:
             "the learning rate rises for %d of the %d steps: the run is too short for tps.warmup_steps=%d",
             *(found, settings.total_steps, settings.tps.warmup_steps),
         )
-
-
-#: Settings that say how long a run is, and how its learning rate falls towards the end.
-LENGTH = {"steps", "total_tokens"} | {
-    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "decay_type", "min_lr_ratio")
-}
-
-
-def steps_in_common(one: Settings, other: Settings) -> int:
-    """How many first steps have the same learning rate in both runs, which differ in LENGTH only."""
-
-    def rates(settings: Settings) -> Iterator[float]:
-        steps, warmup = settings.total_steps, warmup_steps(settings)
-        for step in range(steps):
-            yield learning_rate(step, steps=steps, warmup_steps=warmup, settings=settings.optimizer)
-
-    pairs = zip(rates(one), rates(other), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def groups(settings: Settings, ranks: int) -> int:
@@ -118,7 +90,7 @@ def check_values(settings: Settings) -> Problems:
     for name in re.findall(r'"(_\w*_)": ', json.dumps(settings.optimizer.arguments, default=str)):
         yield f"optimizer.arguments has {name}, but nothing is made of arguments; use numbers, text and lists"
     try:
-        data.recipe.read(settings.data)
+        _ = settings.recipes
     except ValueError as error:
         yield str(error)
 
@@ -159,8 +131,6 @@ def check_hardware(settings: Settings, ranks: int) -> Problems:
         yield f"gpu={settings.gpu} is for estimates: add plan=true, or leave it out and train on what is here"
     elif settings.gpu and hardware.device != "cuda":
         yield f"gpu={settings.gpu}, but hardware.device={hardware.device}; choose hardware=gpu or gpu_24gb"
-    elif settings.gpu and known_gpu(settings.gpu) is None:
-        yield f"gpu={settings.gpu} is not known; choose one of {', '.join(MEMORY_GIB)}"
     if hardware.device == "cuda" and not settings.plan:  # an estimate may be made on another machine
         available = torch.cuda.device_count()
         if available == 0:
@@ -208,12 +178,6 @@ def check_context_parallel(settings: Settings, ranks: int) -> Problems:
             f"hardware.context_parallel={size} does not divide {name}={value}; use a common divisor of "
             f"{', '.join(shared)}: {fitting}"
         )
-
-
-def check_probe(settings: Settings, ranks: int) -> Problems:
-    layers, last = settings.probe.layers, settings.model.n_layers - 1
-    if layers is not None and not (layers and all(0 <= layer <= last for layer in layers)):
-        yield f"probe.layers={layers} must name some of the model's layers, 0 to {last}"
 
 
 def check_muon(settings: Settings, ranks: int) -> Problems:
@@ -270,6 +234,5 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_context,
     check_context_parallel,
     check_length,
-    check_probe,
     check_tokens_per_step,
 )

@@ -1,20 +1,28 @@
-"""The processes of a run: know which one this is, join the others, combine their values."""
+"""The ranks of a run: start their processes, know which one this is, join the others, combine values."""
 
+import multiprocessing
 import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
 from common.errors import Interrupted, LostRanks, SettingsError, TrainingError
-from model.config import LlamaConfig, parameter_count
-from trainer.settings import HardwareSettings
+from trainer.processes import ForwardedStop, describe_death, watch_parent
 
 T = TypeVar("T")
 
@@ -26,10 +34,8 @@ STARTUP_TIMEOUT_S = 4 * 3600.0
 # died first and reports that failure.
 REPORT_DELAY_S = 3.0
 
-# Environment variable: the file through which ranks find each other that trainer.launch started.
+# Environment variable: the file through which ranks find each other that `start` started.
 RENDEZVOUS_FILE = "SAGEBWD_RENDEZVOUS_FILE"
-
-SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 CONTINUES = "The same command continues from the newest checkpoint"
 
@@ -133,19 +139,8 @@ class Ranks:
             ) from error
 
 
-def is_sharded(config: LlamaConfig, hardware: HardwareSettings, ranks: int) -> bool:
-    """Whether weights, gradients and moments are sharded: on request, and by default for large models."""
-    if ranks == 1 or hardware.parallel == "ddp":
-        return False
-    return hardware.parallel == "fsdp" or parameter_count(config) >= SHARD_FROM
-
-
-def under_torchrun() -> bool:
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
 def join(device: str) -> Ranks:
-    """Join the ranks that torchrun or trainer.launch started; a lone process joins none."""
+    """Join the ranks that torchrun or `start` started; a lone process joins none."""
     rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device == "cuda":
         local = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -194,3 +189,102 @@ def _leave(ranks: Ranks) -> None:
         ranks.answer_within(STARTUP_TIMEOUT_S)  # the main one may still send its curves to W&B
         ranks.barrier()  # one that leaves early would be taken for lost
         dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------- starting the ranks of a machine
+#
+# They are the processes of torch.multiprocessing.spawn. They find each other through a file that only this
+# user can read, and talk over the loopback device. A network port, as torchrun opens one, can be reached by
+# every user and machine, and PyTorch unpickles what it reads from there. One process alone opens no socket at
+# all. Several machines need torchrun.
+
+
+def start(work: Callable[..., None], *arguments: object, processes: int) -> None:
+    """Run `work(*arguments)` in `processes` fresh processes of this machine and wait for all.
+
+    If one fails the others are stopped, those that do not react within 30 s by SIGKILL. If this process ends
+    in any way, they end too. Raises TrainingError with the first failure's message, and Interrupted if the
+    processes were asked to stop.
+    """
+    # The folder is private to this user: mkdtemp gives it the mode 0700.
+    with (
+        ForwardedStop() as stop,
+        tempfile.TemporaryDirectory(prefix="sagebwd-", ignore_cleanup_errors=True) as name,
+    ):
+        folder = Path(name)
+        try:
+            with _temporary_files_in(name):
+                started = torch.multiprocessing.spawn(
+                    _run, (processes, folder, work, arguments), nprocs=processes, join=False
+                )
+            while not started.join():
+                pass
+        except ProcessRaisedException as error:
+            raise TrainingError(f"{error}\nrank {error.error_index} failed. {CONTINUES}") from None
+        except ProcessExitedException as error:
+            rank, code = error.error_index, error.exit_code
+            if told := _told(folder, rank):
+                raise told from None
+            if stop.signal and code in (-stop.signal, -signal.SIGTERM, 1):  # 1: while it was importing
+                raise Interrupted(f"stopped before its first step. {CONTINUES}", stop.signal) from None
+            death = describe_death(error.error_pid, code)
+            raise TrainingError(f"rank {rank} {death}. {CONTINUES}") from None
+        stopped = next(filter(None, (_told(folder, rank) for rank in range(processes))), None)
+    if stopped and stop.signal:
+        stop.call_previous_handler()
+        raise Interrupted(str(stopped), stop.signal)
+    if stopped:
+        raise stopped
+
+
+@contextmanager
+def _temporary_files_in(folder: str) -> Iterator[None]:
+    """torch unpickles what a rank that fails leaves in a temporary file: nobody else may write it."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def _run(
+    rank: int, processes: int, folder: Path, work: Callable[..., None], arguments: tuple[object, ...]
+) -> None:
+    """The process of a rank. Being asked to stop is no failure: the other ranks may still be saving."""
+    try:
+        watch_parent(multiprocessing.parent_process().pid)
+        os.environ.update(_environment(rank, processes, folder))
+        work(*arguments)
+    except Interrupted as stop:
+        _tell(folder, rank, stop)
+    except TrainingError as error:
+        _tell(folder, rank, TrainingError(str(error)))
+        sys.exit(1)
+    except KeyboardInterrupt:  # a second Ctrl-C
+        _tell(folder, rank, Interrupted(f"stopped at once. {CONTINUES}", signal.SIGINT))
+
+
+def _tell(folder: Path, rank: int, error: Exception) -> None:
+    (folder / f"rank_{rank}").write_bytes(pickle.dumps(error))
+
+
+def _told(folder: Path, rank: int) -> TrainingError | Interrupted | None:
+    """The error that a rank left."""
+    file = folder / f"rank_{rank}"
+    return pickle.loads(file.read_bytes()) if file.exists() else None
+
+
+def _environment(rank: int, processes: int, folder: Path) -> dict[str, str]:
+    """What torchrun would set, without its network address."""
+    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
+    if processes == 1:
+        return environment
+    environment[RENDEZVOUS_FILE] = str(folder / "rendezvous")
+    # As torchrun: NCCL ends a process whose neighbours do not answer.
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # The loopback device: lo on Linux, lo0 on macOS.
+    for _, device in socket.if_nameindex():
+        if device in ("lo", "lo0"):
+            environment |= {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": device}
+    return environment

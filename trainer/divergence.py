@@ -1,13 +1,19 @@
-"""A run is not continued, saved or called finished whose loss, weights or moments are not finite.
+"""What must not go on unnoticed: NaN and Inf, ranks whose weights differ, and outliers of loss and gradient.
 
-Nor one whose ranks have drifted apart: each has a copy of the weights and updates it by itself.
+A run is not continued, saved or called finished whose loss, weights or moments are not finite, nor one whose
+ranks have drifted apart: each has a copy of the weights and updates it by itself.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+import shlex
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from common.errors import TrainingError, first
+from common.files import append_line
 from trainer.distributed import CONTINUES, Ranks
-from trainer.run_directory import RunDirectory
+from trainer.settings import SpikeSettings
 
 log = logging.getLogger(__name__)
 
@@ -29,13 +36,18 @@ class Guard:
     """Ends a run, as DIVERGED if not finite. All ranks make all calls; each raises TrainingError on all."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks, directory: RunDirectory
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ranks: Ranks,
+        note: Callable[[int], None],
     ):
-        self.model, self.optimizer, self.ranks, self.directory = model, optimizer, ranks, directory
+        """note: is called on the main rank with the step that ends the run."""
+        self.model, self.optimizer, self.ranks, self.note = model, optimizer, ranks, note
 
     def check_state(self, step: int) -> None:
         """Before weights and moments are saved after `step`: they must be finite, and copies the same."""
-        check_copies(self.model, self.ranks, step)
+        self.check_copies(step)
         bad = not_finite(self.model, self.optimizer, self.ranks)
         if bad:
             self._end(
@@ -43,6 +55,9 @@ class Guard:
                 f"after step {step}, {len(bad)} weights or moments are not finite: {first(bad)}\n"
                 f"They are not saved. {ADVICE}",
             )
+
+    def check_copies(self, step: int) -> None:
+        check_copies(self.model, self.ranks, step)
 
     def check_step(self, step: int, values: str, sequences: Sequence[int], *, skip: bool) -> None:
         """Report a step whose loss or gradient is not finite, before its update. Raises unless it is skipped.
@@ -89,7 +104,7 @@ class Guard:
 
     def _end(self, step: int, message: str) -> NoReturn:
         if self.ranks.is_main:
-            self.directory.note_divergence(step)
+            self.note(step)
         raise TrainingError(message)
 
 
@@ -154,3 +169,92 @@ def _checksum(weights: Tensor) -> Tensor:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ---------------------------------------------------------------------- outliers
+#
+# A value is an outlier if it is too far above the median of the last `window` steps, in units of their median
+# absolute deviation (MAD). Both are robust: a spike would move a running mean and variance, and hide the next
+# spike. While the loss still falls fast within a window, as at the start of a run, the deviation is large and
+# few steps are outliers, so little is skipped. The state is the values themselves, so a resumed run judges
+# exactly as one that was never stopped.
+
+MAD_TO_STD = 1.4826  # standard deviation of a normal distribution over its MAD
+LEAST_DEVIATION = 1e-3  # relative to the median: where values hardly change, rounding is not a spike
+NAMES = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True)
+class Spike:
+    """An outlier step; each dictionary has the keys "loss" and "grad_norm"."""
+
+    values: dict[str, float]
+    typical: dict[str, float]  # medians of the previous steps
+    limits: dict[str, float]  # a value above this is an outlier
+
+    @property
+    def beyond(self) -> list[str]:
+        """Which of the two are outliers."""
+        return [name for name in NAMES if self.values[name] > self.limits[name]]
+
+    def log(self, file: Path, place: dict[str, Any]) -> None:
+        """Append a line to `file`, the spikes.jsonl in the run's directory, and warn.
+
+        place: `step`, `tokens` after it, the `sequences` of all ranks, and whether its optimizer step was
+        `skipped`.
+        """
+        typical = {f"typical_{name}": value for name, value in self.typical.items()}
+        append_line(file, {**place, **self.values, **typical, "beyond": self.beyond})
+        told = " and ".join(
+            f"{name} {self.values[name]:.4g} (typical {self.typical[name]:.4g}, "
+            f"limit {self.limits[name]:.4g})"
+            for name in self.beyond
+        )
+        log.warning(
+            "step %d is a spike: %s%s. Its training sequences: %s; to read them: "
+            "python -m scripts.show_batch %s --step %d",
+            place["step"],
+            told,
+            "; optimizer step skipped" if place["skipped"] else "",
+            first(place["sequences"]),
+            shlex.quote(str(file.parent)),
+            place["step"],
+        )
+
+
+class SpikeDetector:
+    """Judges each step by the previous `window` steps, once half of them are done."""
+
+    def __init__(self, settings: SpikeSettings, history: Iterable[Iterable[float]] = ()):
+        """history: the `history` of the detector that this one continues."""
+        self._settings = settings
+        self._recent = deque(map(tuple, history), maxlen=settings.window)
+
+    @property
+    def history(self) -> list[list[float]]:
+        """(loss, gradient norm) of the recent steps; JSON stores them exactly."""
+        return [list(pair) for pair in self._recent]
+
+    def judge(self, loss: float, grad_norm: float) -> Spike | None:
+        """The spike, if this step is one, else None; then add it to the history. Both values must be finite.
+
+        Spikes join the history, too, so that after a lasting change of level the new level becomes typical.
+        """
+        spike = self._spike(loss, grad_norm) if len(self._recent) >= self._settings.window // 2 else None
+        self._recent.append((loss, grad_norm))
+        return spike
+
+    def _spike(self, loss: float, grad_norm: float) -> Spike | None:
+        if self._settings.threshold is None:
+            return None
+        recent = np.array(self._recent)
+        medians = np.median(recent, axis=0)
+        deviations = MAD_TO_STD * np.median(np.abs(recent - medians), axis=0)
+        deviations = np.maximum(deviations, LEAST_DEVIATION * np.abs(medians))
+        limits = medians + self._settings.threshold * deviations
+        spike = Spike(
+            dict(zip(NAMES, (loss, grad_norm), strict=True)),
+            dict(zip(NAMES, medians.tolist(), strict=True)),
+            dict(zip(NAMES, limits.tolist(), strict=True)),
+        )
+        return spike if spike.beyond else None

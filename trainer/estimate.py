@@ -7,7 +7,6 @@ their estimate (llama_35m), because malloc does not return all that was freed.
 """
 
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -16,13 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from common.errors import TrainingError
+from common.errors import SettingsError, TrainingError
 from data.recipe import training_texts
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
-from trainer.distributed import is_sharded
-from trainer.machine import host_memory, matmul_flops, memory_of, own_memory, peak_of
+from trainer.machine import MEMORY_GIB, available_memory, known_gpu, matmul_flops, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 
 log = logging.getLogger(__name__)
@@ -66,7 +64,9 @@ class Memory:
 
 def memory(settings: Settings, ranks: int) -> Memory:
     """The memory that each of `ranks` devices needs. Asks the device of this process what it has."""
-    return Memory(memory_parts(settings, ranks), *available_memory(settings, ranks))
+    return Memory(
+        memory_parts(settings, ranks), *available_memory(settings.hardware.device, ranks, settings.gpu)
+    )
 
 
 def check_memory(settings: Settings, ranks: int) -> Memory:
@@ -94,7 +94,7 @@ def report_memory(estimate: Memory) -> None:
 def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
     """Bytes on each of `ranks` devices at the peak of a step, by part, without parts that are zero."""
     hardware, count = settings.hardware, parameter_count(settings.model)
-    sharded = is_sharded(settings.model, hardware, ranks)
+    sharded = settings.hardware.is_sharded(settings.model, ranks)
     copies = ranks if sharded else 1
     own = replace(settings, context=settings.context // hardware.context_parallel)
     step = _activations(own, hardware.micro_batch, compiled=hardware.compile)
@@ -120,7 +120,7 @@ def checkpoint_copy(settings: Settings, ranks: int) -> int:
     """Bytes of CPU memory, for each device, of the state that is written while training goes on."""
     if not settings.checkpoint_background:
         return 0
-    return state_bytes(settings) // (ranks if is_sharded(settings.model, settings.hardware, ranks) else 1)
+    return state_bytes(settings) // (ranks if settings.hardware.is_sharded(settings.model, ranks) else 1)
 
 
 def state_bytes(settings: Settings) -> int:
@@ -165,7 +165,7 @@ def _gradients(settings: Settings, ranks: int, step: Activations) -> int:
     """
     whole = FLOAT32 * parameter_count(settings.model)
     accumulates = sizes_of(settings, ranks).micro_steps > 1 or settings.hardware.cuda_graphs
-    if is_sharded(settings.model, settings.hardware, ranks):
+    if settings.hardware.is_sharded(settings.model, ranks):
         return whole if accumulates else whole // ranks
     if ranks > 1:
         return whole * (2 if accumulates else 1)
@@ -185,26 +185,6 @@ def _probe(settings: Settings) -> int:
     if not settings.probe.every:
         return 0
     return _activations(settings, settings.probe.sequences, compiled=False).total
-
-
-# ---------------------------------------------------------------------- what a device has
-
-
-def available_memory(settings: Settings, ranks: int) -> tuple[int | None, str]:
-    """Bytes that a device of this kind has here for one rank, and its name.
-
-    Bytes that others use count as there: a run that has just ended, or a page cache, gives them back.
-    """
-    if settings.hardware.device == "cpu":
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-        installed = host_memory()
-        return (None if installed is None else installed // here), "RAM" if here == 1 else "RAM for each rank"
-    if settings.gpu:
-        return memory_of(settings.gpu), settings.gpu
-    if not torch.cuda.is_available():
-        return None, "no GPU here; gpu=… names one"
-    _, installed = torch.cuda.mem_get_info()
-    return installed, torch.cuda.get_device_name()
 
 
 # ---------------------------------------------------------------------- what helps
@@ -294,7 +274,7 @@ def speed(settings: Settings, ranks: int) -> Speed:
         return Speed(None, f"not known for {name}; set hardware.peak_tflops to its dense bfloat16 peak")
     measured = MFU_ON_H200.get(settings.attention.backend) if peak == peak_of("NVIDIA H200") else None
     mfu = measured or ASSUMED_MFU
-    parallel = "fsdp" if is_sharded(settings.model, settings.hardware, ranks) else "ddp"
+    parallel = "fsdp" if settings.hardware.is_sharded(settings.model, ranks) else "ddp"
     scaling = SCALING[parallel] if ranks > 1 else 1.0
     flops = flops_per_token(settings.model, settings.context)
     where = "measured with the 325M model" if measured else "assumed"
@@ -356,7 +336,10 @@ def is_too_long(settings: Settings, passes: float) -> bool:
 
 def describe(settings: Settings, ranks: int) -> str:
     """The table of `plan=true`. Reads what is on disk of the data, and writes nothing."""
-    sizes, estimate = check(settings, ranks), memory(settings, ranks)
+    sizes = check(settings, ranks)
+    if settings.gpu and known_gpu(settings.gpu) is None:
+        raise SettingsError(f"gpu={settings.gpu} is not known; choose one of {', '.join(MEMORY_GIB)}")
+    estimate = memory(settings, ranks)
     sizes = replace(sizes, steps=max(0, sizes.steps - (settings.branch_step or 0)))  # those to be done
     sections = (
         _run(settings, sizes, ranks),

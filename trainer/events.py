@@ -5,21 +5,23 @@ Each is called after every step, on all ranks, and knows itself whether it is du
 """
 
 import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
 from common.errors import Interrupted
-from data.loader import evaluation_batches, stack_sequences
+from data.corpus import ValidationSet
+from data.loader import Batch, evaluation_batches, stack_sequences
 from model.config import flops_per_token
 from model.generate import generate
 from trainer import parallel
-from trainer.distributed import is_sharded
-from trainer.divergence import check_copies
-from trainer.evaluate import described, validation_loss, validation_record
+from trainer.distributed import Ranks
 from trainer.machine import peak_memory_gib
 from trainer.run import Run
-from trainer.run_directory import read_metrics
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ def compare_copies(run: Run, values: dict[str, Any]) -> None:
     """Of the weights on all ranks, unless saving did."""
     if run.step % COMPARE_EVERY == 0 and run.saved_step != run.step:
         with run.stopwatch.paused():
-            check_copies(run.llama, run.ranks, run.step)
+            run.guard.check_copies(run.step)
 
 
 def stop_if_asked(run: Run, values: dict[str, Any]) -> None:
@@ -117,7 +119,6 @@ def _measure_attention(run: Run) -> None:
         run.record.write({"step": run.step, "tokens": run.tokens, **values})
         for warning in run.alarm.warnings(run.step, values, run.probe.layers):
             log.warning(warning)
-            run.record.alert("attention gradients are inaccurate", warning)
 
 
 def evaluate(run: Run, values: dict[str, Any]) -> None:
@@ -129,7 +130,7 @@ def evaluate(run: Run, values: dict[str, Any]) -> None:
 
 def _evaluate(run: Run) -> None:
     settings, ranks = run.settings, run.ranks
-    sharded = is_sharded(settings.model, settings.hardware, ranks.count)
+    sharded = settings.hardware.is_sharded(settings.model, ranks.count)
     losses = [
         validation_loss(
             run.compiled,
@@ -157,6 +158,69 @@ def _evaluate(run: Run) -> None:
     if run.record:
         run.record.write({"step": run.step, "tokens": run.tokens, **values})
         log.info("step %d: %s%s", run.step, described(values), f"\n  | {sample!r}" if sample else "")
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    micro_batch: int,
+    ranks: Ranks,
+    autocast: Callable[[], AbstractContextManager],
+    in_step: bool = False,
+) -> float:
+    """Mean cross-entropy per token, in nats, over the batches of all ranks.
+
+    `batches` are this rank's, as `evaluation_batches` makes them. Only full batches of micro_batch sequences
+    use the compiled model, which would be compiled again for any other size. in_step: every rank calls the
+    model equally often, as a sharded model requires, although some ranks have a batch less.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=ranks.device)  # summed loss, tokens
+    batches = list(batches)
+    idle_rounds = ranks.largest(len(batches)) - len(batches) if in_step else 0
+    for batch in batches:
+        sequences, tokens = len(batch[0]), batch[0].numel()
+        with autocast(), nullcontext() if sequences == micro_batch else parallel.uncompiled():
+            loss = model(*(x.to(ranks.device) for x in batch))
+        total += torch.stack([loss.double() * tokens, total.new_tensor(tokens)])
+    for _ in range(idle_rounds):
+        with autocast(), parallel.uncompiled():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=ranks.device))
+    summed, tokens = ranks.mean(total).tolist()
+    return summed / tokens
+
+
+def validation_record(
+    sets: Sequence[ValidationSet], losses: Sequence[float], bytes_of: Sequence[float]
+) -> dict[str, float]:
+    """What is logged of a validation: losses in nats per token, and bits per byte of text.
+
+    `val_loss` is the mean over the sets by their weights, in bits per byte that of text in which their tokens
+    have these weights. Sets that have a name follow under it. bytes_of: `bytes_per_token`; a text without
+    bytes gives NaN.
+    """
+    loss = sum(one.weight * value for one, value in zip(sets, losses, strict=True))
+    size = sum(one.weight * value for one, value in zip(sets, bytes_of, strict=True))
+    record = {"val_loss": loss, "val_bits_per_byte": _bits_per_byte(loss, size)}
+    for one, value, its_bytes in zip(sets, losses, bytes_of, strict=True):
+        if one.name is not None:
+            record[f"val_loss/{one.name}"] = value
+            record[f"val_bits_per_byte/{one.name}"] = _bits_per_byte(value, its_bytes)
+    return record
+
+
+def described(record: dict[str, float]) -> str:
+    """A validation_record as a line for people."""
+    text = f"validation loss {record['val_loss']:.4f}, {record['val_bits_per_byte']:.4f} bits per byte"
+    names = [key.removeprefix("val_loss/") for key in record if key.startswith("val_loss/")]
+    for name in names:
+        text += f"; {name} {record[f'val_loss/{name}']:.4f}, {record[f'val_bits_per_byte/{name}']:.4f}"
+    return text
+
+
+def _bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    return loss / math.log(2) / bytes_per_token if bytes_per_token else math.nan
 
 
 def _sample(run: Run) -> str:
@@ -188,8 +252,8 @@ AFTER_A_STEP = (
 
 def catch_up(run: Run) -> None:
     """Of a run that resumes: measure what was due at its checkpoint's step and is not recorded."""
-    check_copies(run.llama, run.ranks, run.step)
-    records = run.ranks.from_main(lambda: read_metrics(run.directory.metrics))
+    run.guard.check_copies(run.step)
+    records = run.ranks.from_main(run.directory.records)
     done = {key for one in records if one["step"] == run.step for key in one}
     for event, key in ((measure_attention, "probe/seconds"), (evaluate, "val_loss")):
         if key not in done:

@@ -11,7 +11,8 @@ from torch import Tensor
 import data.huggingface_tokenizer
 import model.huggingface
 from common.errors import TrainingError, explain
-from common.files import write_text
+from common.files import read_lines, write_text
+from common.redaction import redact
 from data.mixture import whole_weights
 from data.recipe import training_texts
 from data.settings import MIXTURE, DataSettings
@@ -19,8 +20,7 @@ from data.tokenizers import Tokenizer
 from model.config import parameter_count
 from model.llama import Llama
 from trainer.plot import plot_losses, plot_probe
-from trainer.redaction import redact
-from trainer.run_directory import RunDirectory, read_lines
+from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
 AGAIN = "Make room or correct the place; the same command then"

@@ -1,26 +1,34 @@
 """Which settings make a run what it is: those that may not differ when its directory is used again."""
 
 import functools
+import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from common.errors import SettingsError
 from common.files import read_bytes
 from common.overrides import escaped
 from model import backends
 from trainer.machine import software
-from trainer.redaction import redact
+from trainer.optimizer import learning_rate, warmup_steps
 from trainer.settings import Settings
 
 LARGEST = 256 << 10  # bytes of a config.yaml, which is read at some 100 kB/s
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
+
+#: Settings that say how long a run is, and how its learning rate falls towards the end.
+LENGTH = {"steps", "total_tokens"} | {
+    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "min_lr_ratio")
+}
 
 #: Settings that say where a text is. Ranks may find it in different places, and compare the text itself.
 PLACES = re.compile(r"data\.(.+\.)?(root|path|val_path|processes)")
@@ -40,14 +48,9 @@ def may_change(name: str) -> bool:
     return mark is True
 
 
-def recorded(settings: Settings) -> dict[str, Any]:
-    """The settings as config.yaml and the seals of checkpoints record them, without secrets."""
-    return redact({**asdict(settings), "attention": settings.attention.recorded()})
-
-
 def of_rank(settings: Settings) -> dict[str, Any]:
     """What all ranks of a run must have in common, besides its text: settings, code and versions."""
-    kept = {name: value for name, value in _flat(recorded(settings)).items() if not PLACES.fullmatch(name)}
+    kept = {name: value for name, value in _flat(settings.recorded()).items() if not PLACES.fullmatch(name)}
     return kept | software()
 
 
@@ -68,7 +71,7 @@ def read(config: Path) -> dict[str, Any]:
 
 
 def checked(stored: Any) -> dict[str, Any]:
-    """The same, if it is what `recorded` gives, in JSON or YAML. Raises ValueError for anything else."""
+    """The same, if it is as `Settings.recorded` gives it, in JSON or YAML; else raises ValueError."""
     if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
         raise ValueError("it has no settings of a run")
     if not _is_plain(stored):
@@ -116,7 +119,7 @@ def restored(stored: dict[str, Any]) -> DictConfig:
 def differences(
     stored: dict[str, Any], current: dict[str, Any], also: Collection[str] = ()
 ) -> list[Difference]:
-    """The settings that make it another run, and those of `also`. Both as `recorded` gives them."""
+    """The settings that make it another run, and those of `also`. Both as `Settings.recorded` gives them."""
     old, new = completed(stored), _flat(current)
     return [
         (key, old.get(key), new.get(key))
@@ -125,8 +128,12 @@ def differences(
     ]
 
 
-def listed(changed: list[Difference]) -> str:
-    return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in changed)
+def changes(stored: dict[str, Any], settings: Settings, step: int, also: Collection[str] = ()) -> str:
+    """Lines with the settings that make it another run, and those of `also`; none if it is only longer."""
+    if is_longer(stored, settings, step):
+        return ""
+    found = differences(stored, settings.recorded(), also)
+    return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in found)
 
 
 def completed(stored: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +142,33 @@ def completed(stored: dict[str, Any]) -> dict[str, Any]:
         with suppress(ValueError):  # a backend or setting that was removed is compared as stored
             stored = {**stored, "attention": backends.read(stored["attention"]).recorded()}
     return _defaults() | _flat(stored)
+
+
+def steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
+    """How many first steps of a stored run have these learning rates; -1 if more than LENGTH differs."""
+    changed = {name for name, *_ in differences(stored, settings.recorded())}
+    if not changed or not changed <= LENGTH:
+        return -1
+
+    def rates(of: Settings) -> Iterator[float]:
+        warmup = warmup_steps(of)
+        for step in range(of.total_steps):
+            yield learning_rate(step, steps=of.total_steps, warmup_steps=warmup, settings=of.optimizer)
+
+    try:
+        before = OmegaConf.to_object(restored(stored))
+    except (OmegaConfBaseException, SettingsError):  # of another version of the code
+        return -1
+    pairs = zip(rates(before), rates(settings), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def is_longer(stored: dict[str, Any], settings: Settings, step: int) -> bool:
+    """Whether the `step` steps that are done are the first of the longer run that `settings` describe.
+
+    They are if their learning rates are: the run goes on as if it had been the longer one all along.
+    """
+    return 0 < step <= steps_in_common(stored, settings) and step < settings.total_steps
 
 
 @functools.cache

@@ -1,5 +1,6 @@
-"""What this machine has: code and packages, memory for a process, and how fast it multiplies matrices."""
+"""What this machine has: code and packages, memory and speed; and a profile of what it does."""
 
+import logging
 import math
 import os
 import platform
@@ -13,6 +14,10 @@ from pathlib import Path
 from zlib import crc32
 
 import torch
+import torch.profiler
+from torch.profiler import ProfilerActivity
+
+log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
 
@@ -87,6 +92,23 @@ def find_commit() -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return commit.strip() + ("+" if changed else "")
+
+
+def available_memory(device: str, ranks: int, gpu: str | None) -> tuple[int | None, str]:
+    """Bytes that a device of this kind has here for one rank, and its name; gpu: a name, for one elsewhere.
+
+    Bytes that others use count as there: a run that has just ended, or a page cache, gives them back.
+    """
+    if device == "cpu":
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        installed = host_memory()
+        return (None if installed is None else installed // here), "RAM" if here == 1 else "RAM for each rank"
+    if gpu:
+        return memory_of(gpu), gpu
+    if not torch.cuda.is_available():
+        return None, "no GPU here; gpu=… names one"
+    _, installed = torch.cuda.mem_get_info()
+    return installed, torch.cuda.get_device_name()
 
 
 def host_memory() -> int | None:
@@ -184,3 +206,78 @@ def peak_memory_gib(device: torch.device, *, cuda_graphs: bool = False) -> float
         return None
     peak = torch.cuda.max_memory_reserved if cuda_graphs else torch.cuda.max_memory_allocated
     return peak(device) / 2**30
+
+
+# ---------------------------------------------------------------------- profiles
+
+ROWS = 25  # operators in the table
+ALLOCATIONS = 100_000  # the newest ones, whose places in the code are remembered
+
+
+def remember_allocations(device: torch.device) -> None:
+    """From now on remember where in Python each tensor on the GPU was allocated."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=ALLOCATIONS)
+
+
+def dump_memory(path: Path) -> bool:
+    """Write what is in the memory of the GPU, and where it was allocated; whether that was possible."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError, AssertionError) as error:  # another error is to be told
+        log.warning("the memory's contents could not be written to %s: %s", path, error)
+        return False
+    return True
+
+
+class StepProfiler:
+    """Records `steps` steps, after `start` others of this process, on every rank.
+
+    The first steps of a process compile and allocate, so they are left out; the last of these warms the
+    profiler up.
+    """
+
+    def __init__(self, folder: Path, *, start: int, steps: int, rank: int, device: torch.device):
+        self._folder, self._steps, self._rank = folder, steps, rank
+        self._on_gpu = device.type == "cuda"
+        self._steps_left = start + steps
+        self._profiler: torch.profiler.profile | None = torch.profiler.profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu,
+            schedule=torch.profiler.schedule(wait=start - 1, warmup=1, active=steps, repeat=1),
+            acc_events=True,  # there is one cycle; without it torch warns that later ones clear its events
+        )
+        self._profiler.start()
+
+    def advance(self) -> bool:
+        """After each step: whether it was the last to be recorded, so that `write` is due."""
+        if self._profiler is None:
+            return False
+        self._steps_left -= 1
+        if self._steps_left:
+            self._profiler.step()
+        return not self._steps_left
+
+    def write(self, step: int) -> None:
+        """Write the files of this rank to `folder`; `step` (counted from 1) is the last that was recorded."""
+        finished, self._profiler = self._profiler, None
+        finished.stop()
+        name = f"steps_{step - self._steps + 1}-{step}_rank_{self._rank}"
+        trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
+        order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
+        try:
+            self._folder.mkdir(exist_ok=True)
+            finished.export_chrome_trace(str(trace))
+            table.write_text(finished.key_averages().table(sort_by=order, row_limit=ROWS) + "\n")
+        except (OSError, RuntimeError) as error:  # a profile must not end a training run
+            log.warning("profile: could not be written to %s: %s", self._folder, error)
+        else:
+            log.info("profile: %s (for ui.perfetto.dev) and %s", trace, table.name)
+
+    def close(self) -> None:
+        """Stop recording. A profile that is not complete is not written."""
+        if self._profiler is not None:
+            log.warning("profile: not written, training ended %d step(s) too early", self._steps_left)
+            with suppress(RuntimeError):  # of a GPU that failed, for example, which is reported elsewhere
+                self._profiler.stop()
+            self._profiler = None

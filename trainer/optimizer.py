@@ -11,7 +11,7 @@ from torch import nn
 
 from common.errors import TrainingError
 from model.llama import Llama
-from trainer.settings import OptimizerSettings
+from trainer.settings import OptimizerSettings, Settings
 
 log = logging.getLogger(__name__)
 
@@ -131,17 +131,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 # ---------------------------------------------------------------------- learning rate
 
-#: Share of the peak that is left after `progress` (0 to 1) of the decay, before the floor is added.
+#: Share of the peak that is left after `progress` (0 to 1) of the decay, before the floor is added. Of wsd:
+#: Hägele et al. (arXiv 2405.18392) compare shapes and lengths; this one beats the linear one, and a decay of
+#: 10% to 20% of the run reaches a cosine's loss.
 SHAPES: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
     "linear": lambda progress: 1 - progress,
-    "1-sqrt": lambda progress: 1 - math.sqrt(progress),
+    "wsd": lambda progress: 1 - math.sqrt(progress),
 }
-
-# What schedule=wsd uses if its settings are null. Hägele et al. (arXiv 2405.18392) compare shapes and
-# lengths: this shape beats the linear one, and a decay of 10% to 20% of the run reaches a cosine's loss.
-DECAY_RATIO = 0.2
-DECAY_TYPE = "1-sqrt"
 
 
 def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: OptimizerSettings) -> float:
@@ -159,8 +156,7 @@ def learning_rate(step: int, *, steps: int, warmup_steps: int, settings: Optimiz
         return settings.lr
     progress = (step + 1 - (steps - decay)) / decay
     floor = settings.lr * settings.min_lr_ratio
-    shape = settings.schedule if settings.schedule != "wsd" else settings.decay_type or DECAY_TYPE
-    return floor + (settings.lr - floor) * SHAPES[shape](progress)
+    return floor + (settings.lr - floor) * SHAPES[settings.schedule](progress)
 
 
 def decay_steps(settings: OptimizerSettings, *, steps: int, warmup_steps: int) -> int:
@@ -169,5 +165,11 @@ def decay_steps(settings: OptimizerSettings, *, steps: int, warmup_steps: int) -
         return 0
     if settings.schedule != "wsd":
         return steps - warmup_steps
-    ratio = DECAY_RATIO if settings.decay_ratio is None else settings.decay_ratio
-    return max(1, round(ratio * steps))
+    return max(1, round(settings.decay_ratio * steps))
+
+
+def warmup_steps(settings: Settings) -> int:
+    """tps.warmup_steps, or a tenth of a run that is too short for them."""
+    steps, asked, optimizer = settings.total_steps, settings.tps.warmup_steps, settings.optimizer
+    falling = decay_steps(optimizer, steps=steps, warmup_steps=steps - 1)
+    return asked if asked + falling <= steps else min(steps // 10, steps - falling)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from model.backends import AttentionFn
 from model.llama import Llama
-from trainer.distributed import Ranks, is_sharded
+from trainer.distributed import Ranks
 from trainer.settings import HardwareSettings
 
 # Size of DDP's gradient buckets (the default is 25). The compiler ends a graph wherever a bucket ends and
@@ -49,7 +49,7 @@ def place(
     they are sharded: make the optimizer after this. All ranks must call it, with the same weights.
     saved_operators: see model.backends.Backend; used with hardware.recompute=blocks.
     """
-    sharded = is_sharded(llama.config, hardware, ranks.count)
+    sharded = hardware.is_sharded(llama.config, ranks.count)
     if hardware.recompute == "blocks":
         for layer in llama.layers:
             layer.forward = _checkpointed(layer.forward, saved_operators)

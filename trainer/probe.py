@@ -27,7 +27,6 @@ from model.llama import Llama
 from sagebwd.metrics import cosine_similarity, relative_l2, small_rows_left
 from sagebwd.reference import exact_attention
 from sagebwd.reference.exact import ExactRows
-from trainer import build
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -69,7 +68,7 @@ class Exact:
 
 
 class Probe:
-    """Measures the chosen layers of one model."""
+    """Measures the first, middle and last layer of one model."""
 
     def __init__(
         self,
@@ -81,10 +80,11 @@ class Probe:
         dtype: torch.dtype,
     ):
         """`backend` is the run's own attention; `dtype` is that of q, k and v. Raises ValueError."""
-        heads = build.attention_shape(settings)
+        heads = settings.attention_shape
         where = {"device": device, "dtype": dtype}
         self.llama = llama
-        self.layers = chosen_layers(settings.probe.layers, len(llama.layers))
+        last = len(llama.layers) - 1
+        self.layers = sorted({0, (last + 1) // 2, last})
         self.is_own = not backend.probe_instead  # whether the attention measured is that of the run
         self.backend, self.attend_fpa = backend, backend.attend
         if self.is_own:
@@ -153,11 +153,6 @@ def build_probe(
         log.warning("the probe leaves out full-precision attention, which does not run here: %s", error)
         probe.attend_fpa = None
     return probe
-
-
-def chosen_layers(layers: Sequence[int] | None, n_layers: int) -> list[int]:
-    """The layers to measure, in order: those given, or the first, middle and last."""
-    return sorted(set(layers if layers is not None else (0, n_layers // 2, n_layers - 1)))
 
 
 def capture(

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from common import terminal
 from common.errors import TrainingError, explain, first
 from common.files import write_text
-from trainer import interrupt
+from common.redaction import RedactingFormatter, redact
 from trainer.machine import find_commit
-from trainer.redaction import RedactingFormatter, redact
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings
 
@@ -91,15 +91,6 @@ class Record:
                 f"could not write to {self._path}: {explain(error)}. Make room or fix the folder; the same "
                 "command then continues from the last checkpoint"
             ) from error
-
-    def alert(self, title: str, text: str) -> None:
-        """Send a W&B alert (by mail or Slack, as configured there), if W&B is in use."""
-        if self._wandb is None:
-            return
-        try:
-            self._wandb.alert(title=title, text=text)
-        except Exception as error:  # whatever goes wrong, an alert must not end a training run
-            log.warning("the W&B alert could not be sent: %s", error)
 
     def progress(self, loss: float, tokens_per_second: float, mfu: float | None) -> None:
         shown = {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:,.0f}"}
@@ -173,8 +164,8 @@ class _LogFile(logging.FileHandler):
 
 class _BarSafeHandler(logging.Handler):
     def filter(self, record: logging.LogRecord) -> Any:
-        """Leave out what `interrupt` logs: it may hold the lock of the bar, which another `emit` awaits."""
-        return record.name != interrupt.__name__ and super().filter(record)
+        """Leave out what `terminal` logs: it may hold the lock of the bar, which another `emit` awaits."""
+        return record.name != terminal.__name__ and super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.write(self.format(record), file=sys.stderr)
@@ -250,9 +241,6 @@ class WandbRun:
             values = {**values, "sample": table}
         self._run.log(values, step=step)
 
-    def alert(self, title: str, text: str) -> None:
-        self._run.alert(title=title, text=text)
-
     def finish(self) -> None:
         self._run.finish()
 
@@ -310,12 +298,9 @@ def start_wandb(
 def _arguments(settings: LoggerSettings, folder: Path) -> dict[str, Any]:
     """Names and places. A setting that is given wins, then W&B's variable, then our default."""
     environ = os.environ
-    given = [tag.strip() for tag in environ.get("WANDB_TAGS", "").split(",")]
     return {
         "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
-        "entity": settings.entity or environ.get("WANDB_ENTITY"),
         "group": settings.group or environ.get("WANDB_RUN_GROUP"),
-        "tags": [*dict.fromkeys(filter(None, (*settings.tags, *given)))] or None,
         "name": environ.get("WANDB_NAME") or folder.name,
         "dir": environ.get("WANDB_DIR") or folder,
         "resume": environ.get("WANDB_RESUME") or "allow",
@@ -340,13 +325,6 @@ def _id_of(folder: Path) -> str:
     if not file.exists() or not file.read_text().strip():
         write_text(file, f"{secrets.token_hex(4)}\n")
     return file.read_text().strip()
-
-
-def forget_one_run(planned: int) -> None:
-    """Drop W&B's variables that name one run, where several are planned: all would write into that one."""
-    for variable in ("WANDB_RUN_ID", "WANDB_NAME"):
-        if planned > 1 and os.environ.pop(variable, None):
-            interrupt.say(f"{variable} is ignored: it names one run, and {planned} are planned")
 
 
 class TensorBoard:

@@ -1,10 +1,11 @@
-"""What a run is built of, and how far it is.
+"""What a run is built of, where it starts from, and how far it is.
 
-Its steps are in trainer.step, and what follows each in trainer.events.
+Its steps are in trainer.loop, and what follows each in trainer.events.
 """
 
 import functools
 import logging
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,23 +15,29 @@ from torch import Tensor
 
 import model.config
 import model.huggingface
-from common.errors import TrainingError, user_facing
-from trainer import build, identity, parallel, start
+from common.errors import SettingsError, TrainingError, explain, user_facing
+from data.corpus import Corpus, ValidationSet, open_corpus
+from data.loader import BatchLoader
+from data.tokenizers import Tokenizer, tokenizer_identity
+from data.tokens import count_sequences
+from model.backends import Backend
+from model.config import LlamaConfig
+from model.llama import Llama
+from trainer import identity, parallel
 from trainer.callbacks import Callbacks
-from trainer.checkpoint import Checkpoints
-from trainer.checks import sizes_of
+from trainer.checkpoint import Checkpoints, restore
+from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
-from trainer.divergence import Guard, check_copies
-from trainer.evaluate import bytes_per_token
-from trainer.interrupt import StopRequest
-from trainer.machine import peak_tflops
-from trainer.optimizer import build_optimizer
+from trainer.divergence import Guard, SpikeDetector, check_copies
+from trainer.estimate import report_length
+from trainer.machine import StepProfiler, peak_tflops
+from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
-from trainer.profiling import StepProfiler
+from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import RunDirectory, checkpoint_of, checkpoints_in, newest_step, verify_seal
 from trainer.settings import Settings
-from trainer.spikes import SpikeDetector
+from trainer.start import WEIGHTS, WEIGHTS_ALONE, TrainingDirectory
 
 log = logging.getLogger(__name__)
 
@@ -44,18 +51,19 @@ class Run:
         stop_asked: whether a rank was asked to stop, as all ranks know since the last step.
     """
 
-    def __init__(self, settings: Settings, directory: RunDirectory, ranks: Ranks, stop: StopRequest):
+    def __init__(self, settings: Settings, directory: TrainingDirectory, ranks: Ranks, stop: StopRequest):
         self.settings, self.directory, self.ranks, self.stop = settings, directory, ranks, stop
+        report_warmup(settings)
         self.sizes = sizes_of(settings, ranks.count)
-        weights = start.find_weights(settings, directory)
-        self.branch = ranks.from_main(lambda: start.find_branch(settings, directory))
-        self.corpus = build.open_text(settings, ranks, stop)
+        weights = find_weights(settings, directory)
+        self.branch = ranks.from_main(lambda: find_branch(settings, directory))
+        self.corpus = open_text(settings, ranks, stop)
         if ranks.is_main:
             stop.announce()
-        self.prompt = build.encode_prompt(settings, self.corpus.tokenizer)
-        self.loader = build.make_loader(settings, self.sizes, self.corpus, ranks)
-        self.backend = build.attention(settings, ranks)
-        self.llama = build.llama(settings, self.sizes, self.backend, ranks)
+        self.prompt = encode_prompt(settings, self.corpus.tokenizer)
+        self.loader = make_loader(settings, self.sizes, self.corpus, ranks)
+        self.backend = build_attention(settings, ranks)
+        self.llama = build_llama(settings, self.sizes, self.backend, ranks)
         if weights:
             with user_facing(ValueError, OSError):
                 model.huggingface.load_into(self.llama, weights)
@@ -67,7 +75,7 @@ class Run:
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
         self.callbacks = Callbacks(settings.callbacks)
-        self.guard = Guard(self.llama, self.optimizer, ranks, directory)
+        self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
             ranks=ranks,
@@ -82,15 +90,14 @@ class Run:
         self.first_step = self.saved_step = self.logged_step = self.step
         self.spikes = SpikeDetector(settings.spike, restored.get("recent", ()))
         self.probe = build_probe(
-            settings, self.llama, self.backend, device=ranks.device, dtype=build.dtype_of(settings)
+            settings, self.llama, self.backend, device=ranks.device, dtype=settings.dtype
         )
         self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.record = _start_record(self, restored.get("wandb_id")) if ranks.is_main else None
-        profile = settings.profile
-        self.profiler = StepProfiler(profile, directory.profile, ranks) if profile.steps else None
+        self.profiler = _start_profiler(self) if settings.profile.steps else None
 
     def close(self) -> None:
         """Whether it ended or failed."""
@@ -99,6 +106,13 @@ class Run:
         self.checkpoints.close()
         if self.record:
             self.record.close()
+
+    def set_learning_rate(self) -> float:
+        """That of the next step, for the optimizer."""
+        sizes, settings = self.sizes, self.settings.optimizer
+        rate = learning_rate(self.step, steps=sizes.steps, warmup_steps=sizes.warmup_steps, settings=settings)
+        set_learning_rate(self.optimizer, rate)
+        return rate
 
     def save(self) -> None:
         """Save a checkpoint. Raises TrainingError if the state is not finite: it would be of no use."""
@@ -110,7 +124,7 @@ class Run:
             "logged": self.record.logged if self.record else None,
             "data": self.corpus.manifest.fingerprint,
             "tokenizer": self.corpus.manifest.recipe["tokenizer"],
-            "settings": identity.recorded(self.settings),
+            "settings": self.settings.recorded(),
             "recent": self.spikes.history,
         }
         self.checkpoints.save(self.step, self.llama, self.optimizer, extra)
@@ -123,7 +137,7 @@ class Run:
                 self.callbacks.call(hook, step, record, self.llama)
 
     def autocast(self) -> AbstractContextManager:
-        dtype = build.dtype_of(self.settings)
+        dtype = self.settings.dtype
         return torch.autocast(self.ranks.device.type, dtype, enabled=dtype is not torch.float32)
 
     def to_device(self, tokens: Tensor) -> Tensor:
@@ -149,7 +163,7 @@ class Run:
     def _restore(self) -> dict[str, Any]:
         restored = self.checkpoints.load_newest(self.llama, self.optimizer, self._check_run)
         if restored is None and self.branch:
-            restored = start.load_branch(self.branch, self.checkpoints, self.llama, self.optimizer)
+            restored = load_branch(self.branch, self.llama, self.optimizer)
         restored = restored or {}
         step = restored.get("step", 0)
         if self.ranks.is_main:
@@ -175,6 +189,13 @@ class Run:
             )
 
 
+def _start_profiler(run: Run) -> StepProfiler:
+    profile, ranks = run.settings.profile, run.ranks
+    return StepProfiler(
+        run.directory.profile, start=profile.start, steps=profile.steps, rank=ranks.rank, device=ranks.device
+    )
+
+
 def _start_record(run: Run, wandb_id: str | None) -> Record:
     settings, sizes, folder = run.settings, run.sizes, run.directory.path
     derived = {
@@ -185,7 +206,7 @@ def _start_record(run: Run, wandb_id: str | None) -> Record:
         "devices": run.ranks.count,
         "attention": run.backend.description,  # the kernel that was chosen
     }
-    config = {**identity.recorded(settings), "derived": derived}
+    config = {**settings.recorded(), "derived": derived}
     with_tensorboard = settings.logger.tensorboard
     return Record(
         run.directory.metrics,
@@ -195,3 +216,179 @@ def _start_record(run: Run, wandb_id: str | None) -> Record:
         first_step=run.step,
         name=folder.name,
     )
+
+
+# ---------------------------------------------------------------------- the parts
+
+
+def open_text(settings: Settings, ranks: Ranks, stop: StopRequest) -> Corpus:
+    """The text, which must be the same on all ranks; on first use the main one prepares it before."""
+
+    def open_unless_stopped() -> None:
+        with stop.at_once("stopped before the first step; the same command continues"):
+            opened.append(open_corpus(settings.data, settings.recipes))
+
+    opened: list[Corpus] = []
+    with user_facing(ValueError, OSError):
+        ranks.from_main(open_unless_stopped)
+        if not opened:
+            open_unless_stopped()
+    (corpus,) = opened
+    ranks.compare({f"the text of {name}": checksum for name, checksum in corpus.checksums.items()})
+    return corpus
+
+
+def encode_prompt(settings: Settings, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of sample_prompt. Raises TrainingError, before the first step, if there are none."""
+    if not settings.sample_tokens:
+        return []
+    reason = "it has no token"
+    try:
+        if tokens := tokenizer.encode(settings.sample_prompt):
+            return tokens
+    except Exception as error:  # the library tokenizers raises no other kind
+        reason = str(error)
+    raise TrainingError(
+        f"sample_prompt={settings.sample_prompt!r} cannot be continued: {reason}. Give it another "
+        "beginning, or use sample_tokens=0"
+    )
+
+
+def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) -> BatchLoader:
+    """The batches of this rank. Raises TrainingError for texts that are too short."""
+    with user_facing(ValueError):
+        for one in corpus.validation:
+            count_sequences(one.tokens, settings.context)  # raises now, not at an evaluation
+        loader = BatchLoader(
+            corpus.train,
+            context=settings.context,
+            sequences_per_step=sizes.sequences_per_step,
+            micro_batch=settings.hardware.micro_batch,
+            seed=settings.seed,
+            sequences=settings.train_sequences,
+            rank=ranks.rank // settings.hardware.context_parallel,
+            ranks=groups(settings, ranks.count),
+            separator=corpus.separator,
+            pin_memory=ranks.device.type == "cuda",
+        )
+    needed = sizes.steps * sizes.sequences_per_step
+    report_length(settings, ranks.count, passes=needed / loader.sequences)
+    for line in loader.order.description(needed, context=settings.context):
+        log.info("data: %s", line)
+    return loader
+
+
+def build_attention(settings: Settings, ranks: Ranks) -> Backend:
+    """The attention, with the same kernels on all ranks. Raises TrainingError if it cannot run here."""
+    with user_facing(ValueError):
+        backend = settings.attention.build(
+            device=ranks.device, dtype=settings.dtype, **settings.attention_shape
+        )
+    ranks.compare({"the attention": backend.description})
+    return backend
+
+
+def build_llama(settings: Settings, sizes: Sizes, backend: Backend, ranks: Ranks) -> Llama:
+    """The model with the run's initial weights, on the CPU."""
+    if settings.dtype is torch.bfloat16:  # what autocast leaves in float32 may use TF32
+        torch.set_float32_matmul_precision("high")
+    torch.manual_seed(settings.seed)
+    made = Llama(settings.model, backend.attend)
+    log.info(
+        "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
+        f"{model.config.parameter_count(settings.model):,}",
+        backend.description,
+        f"{sizes.steps:,}",
+        f"{sizes.tokens_per_step:,}",
+        ranks.count,
+        torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU",
+    )
+    return made
+
+
+def bytes_per_token(
+    sets: Sequence[ValidationSet], tokenizer: Tokenizer, *, context: int, sequences: int
+) -> list[float]:
+    """UTF-8 bytes of the source for each token that a validation predicts, of each set."""
+    found = []
+    for one in sets:
+        targets = min(count_sequences(one.tokens, context), sequences) * context  # tokens 1 … targets
+        first, last = (one.tokens.source_bytes(stop, tokenizer.count_bytes) for stop in (1, targets + 1))
+        found.append((last - first) / targets)
+    return found
+
+
+# ---------------------------------------------------------------------- where it starts from
+
+
+def find_weights(settings: Settings, directory: RunDirectory) -> str | None:
+    """The folder of weights to start from, if one is set and there is no checkpoint yet.
+
+    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
+    """
+    folder = settings.init_from
+    if folder is None or checkpoints_in(directory.checkpoints):
+        return None
+    try:
+        weights = Path(folder).absolute()
+        if (run := RunDirectory(weights.parent)).weights == weights:
+            run.check(weights)
+        stored = model.huggingface.read_config(folder)
+    except (OSError, ValueError) as error:
+        why = explain(error) if isinstance(error, OSError) else error
+        raise TrainingError(f"init_from={folder}: {why}; give {WEIGHTS}") from error
+    if wrong := model.config.differences(stored, settings.model):
+        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
+        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
+        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
+    return folder
+
+
+def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to start from, and its seal, if one is set and there is none of this run yet.
+
+    Raises TrainingError if its weights or its optimizer's state are not those of this model and optimizer.
+    """
+    if settings.branch_from is None or checkpoints_in(directory.checkpoints):
+        return None
+    try:
+        folder = RunDirectory(Path(settings.branch_from)).checkpoints
+        path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
+        sealed = verify_seal(path)
+        stored = identity.checked(sealed.get("settings"))
+        shape = LlamaConfig(**stored["model"])
+        wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
+        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
+            wrong.append(f"optimizer.name={old}")
+        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
+            raise ValueError(
+                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
+                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
+                f"class that you know, or use {WEIGHTS_ALONE}"
+            )
+        if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
+            wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = explain(error) if isinstance(error, OSError) else error
+        raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
+    if wrong:
+        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
+    if sealed["step"] >= settings.total_steps:
+        raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
+    return path, sealed
+
+
+def load_branch(
+    branch: tuple[Path, dict[str, Any]], llama: Llama, optimizer: torch.optim.Optimizer
+) -> dict[str, Any]:
+    """Restore what `find_branch` found, and return what of its seal holds for the branch, too.
+
+    The settings of the optimizer stay as they are: torch would take those of the checkpoint.
+    """
+    path, sealed = branch
+    own = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
+    restore(path, sealed, llama, optimizer)
+    for group, values in zip(optimizer.param_groups, own, strict=True):
+        group.update(values)
+    log.info("going on from %s", path)
+    return {name: sealed[name] for name in ("step", "recent") if name in sealed}

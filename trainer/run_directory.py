@@ -1,33 +1,23 @@
-"""What a run leaves on disk: settings, environment, metrics, checkpoints, weights, and DONE or DIVERGED."""
+"""What a run leaves on disk: settings, metrics, weights, DONE or DIVERGED; checkpoints, and their seals."""
 
-import fcntl
-import itertools
 import json
 import logging
 import os
 import platform
 import re
-import shlex
-import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import zlib
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import SettingsError, TrainingError, explain, user_facing
-from common.files import no_link, read_bytes, write_text
-from trainer import identity, seal
-from trainer.checks import LENGTH, steps_in_common
+from common.errors import TrainingError
+from common.files import append_line, damaged_line, read_bytes, read_line, read_lines, write_text
+from common.redaction import redact
+from trainer import identity
 from trainer.machine import software
-from trainer.redaction import redact
-from trainer.seal import checkpoints_in, sync
 from trainer.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -49,7 +39,11 @@ UNNAMED = (
 ASIDE = ".before"
 
 NAME_BYTES = 255  # of a file's name, on Linux
-CURVE_BYTES = 4 << 30  # of a metrics.jsonl with ten million lines
+
+SEAL = "seal.json"
+METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files
+NAME = re.compile(r"step_\d+")  # of a checkpoint's folder
+CHECKSUM = "checksum"  # of the seal itself
 
 # Values of metrics.jsonl and spikes.jsonl that are computed with.
 NUMBERS = re.compile(r"tokens|lr|mfu|tokens_per_second|(typical_)?(loss|grad_norm)|(val_|probe/).*")
@@ -64,7 +58,7 @@ def default_name(overrides: list[str]) -> str:
     name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
     if name != exact.replace("=", "-") or len(name) > 120 or len(name.encode()) > NAME_BYTES:
         kept = name[:110].encode()[: NAME_BYTES - 9].decode(errors="ignore")
-        return f"{kept}-{crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
+        return f"{kept}-{zlib.crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
     return name
 
 
@@ -74,7 +68,7 @@ def name_directory(settings: Settings, overrides: list[str]) -> None:
 
 
 class RunDirectory:
-    """The folder of one run."""
+    """The folder of one run, and what is in it."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -87,91 +81,20 @@ class RunDirectory:
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
-        self.profile = path / "profile"  # of a few steps: trainer/profiling.py
+        self.profile = path / "profile"  # of a few steps: trainer/machine.py
         self.wandb_id = path / ".wandb_id"  # the run's id in W&B
-        self._done = path / "DONE"
-        self._diverged = path / "DIVERGED"
-        self._saved = path / ".saved"  # the step of the newest checkpoint
-
-        self._aside = path / ASIDE
-        self._wandb = path / "wandb"
+        self.done = path / "DONE"
+        self.diverged = path / "DIVERGED"
+        self.saved = path / ".saved"  # the step of the newest checkpoint
+        self.aside = path / ASIDE
 
     @property
     def is_finished(self) -> bool:
-        return self._done.exists() and not self._aside.exists()
+        return self.done.exists() and not self.aside.exists()
 
-    def is_finished_with(self, settings: Settings) -> bool:
-        """Whether the run is finished, with all of its results, and nothing of `settings` is left to train.
-
-        False if its text has moved: the trainer then compares the text itself. Raises TrainingError if a
-        result is damaged, the run was trained with other settings, which it names, or the folder cannot be
-        read.
-        """
-        try:
-            if settings.rerun_finished or not self.is_finished:
-                return False
-            self.check()
-            stored = self._stored_settings()
-        except ValueError as error:
-            raise TrainingError(str(error)) from error
-        except OSError as error:
-            raise TrainingError(f"cannot use the run directory: {explain(error)}; set run_dir=…") from error
-        if stored is None:
-            raise TrainingError(
-                f"{self.path} is finished, but nothing there says with which settings: restore its "
-                "config.yaml from a copy, or set rerun_finished=true to train it again from the start"
-            )
-        step = max(map(seal.step_of, checkpoints_in(self.checkpoints)), default=0)
-        if self._is_longer(stored, settings, step):
-            return False
-        current = identity.recorded(settings)
-        changed = identity.differences(stored, current, also=("spike.skip",))
-        if changed:
-            raise TrainingError(
-                f"{self.path} is finished, but was trained with other settings:\n{identity.listed(changed)}\n"
-                "Give these settings their own run_dir=…, or train them here from the start with "
-                f"rerun_finished=true{self._branching(stored, settings, step)}"
-            )
-        was, now = stored.get("data", {}), current["data"]
-        return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Create the folder, and lock it against a second process that trains the same run.
-
-        A new folder goes again if an error comes before the first step. A finished run that was to be trained
-        again is back if one comes, or the process is killed, before the new one's first checkpoint.
-        """
-        try:
-            is_new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.refuse_links()
-            file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
-        except ValueError as error:
-            raise TrainingError(str(error)) from error
-        except OSError as error:
-            raise TrainingError(
-                f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
-            ) from error
-        with file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise TrainingError(
-                    f"{self.path} is in use by another process that trains this run; wait for it, or give "
-                    "this one another run_dir=…"
-                ) from None
-            try:
-                self._settle()
-                for folder in (self.path, self.weights):
-                    for leftover in folder.glob("*.[0-9]*.tmp"):  # of a process that was killed
-                        leftover.unlink()
-                yield
-            except BaseException:
-                self._settle()
-                if is_new and not (self._has_metrics() or self._diverged.exists()):
-                    shutil.rmtree(self.path, ignore_errors=True)
-                raise
+    @property
+    def has_metrics(self) -> bool:
+        return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def refuse_links(self) -> None:
         """Raise ValueError for a pipe in the folder, or a link, which a stranger may have laid to any file.
@@ -184,32 +107,9 @@ class RunDirectory:
             for path in (Path(folder, name) for name in (*inner, *files)):
                 if (path.is_symlink() and path != self.checkpoints) or path.is_fifo():
                     raise ValueError(f"{path} is a link or a pipe; put a file there, or delete it")
-            inner[:] = [name for name in inner if Path(folder, name) not in (self.checkpoints, self._wandb)]
-
-    def open(self, settings: Settings) -> None:
-        """Store the settings. Raises TrainingError, and changes nothing, if the folder is of another run.
-
-        Or if its checkpoints are gone, or cannot be read.
-        """
-        if settings.rerun_finished and self.is_finished:
-            self._set_aside()
-        if self.environment.exists():
-            with user_facing(ValueError):
-                read_lines(self.environment)  # the model card needs it, at the end
-        current = identity.recorded(settings)
-        if (found := self._find_checkpoints()) or self._has_metrics():
-            stored = self._stored_settings()
-            step = max(map(seal.step_of, found), default=0)
-            changed = identity.differences(stored, current) if stored else []
-            if changed and not self._is_longer(stored, settings, step):
-                raise TrainingError(
-                    f"{self.path} holds a run with other settings:\n{identity.listed(changed)}\n"
-                    "Give the changed run its own run_dir=…, or delete that folder to start over"
-                    f"{self._branching(stored, settings, step)}"
-                )
-        for mark in (self._diverged, self._done):  # what it claims begins to change
-            mark.unlink(missing_ok=True)
-        write_text(self.config, identity.as_yaml(current))
+            inner[:] = [
+                name for name in inner if Path(folder, name) not in (self.checkpoints, self.path / "wandb")
+            ]
 
     def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
         """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal."""
@@ -217,74 +117,11 @@ class RunDirectory:
             stored = identity.checked(sealed.get("settings"))
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        changed = identity.differences(stored, identity.recorded(settings))
-        if changed and not self._is_longer(stored, settings, sealed["step"]):
+        if changed := identity.changes(stored, settings, sealed["step"]):
             raise TrainingError(
-                f"checkpoint {path} is of a run with other settings:\n{identity.listed(changed)}\n"
+                f"checkpoint {path} is of a run with other settings:\n{changed}\n"
                 "Move it to where it came from, or give this run its own run_dir=…"
             )
-
-    def _is_longer(self, stored: dict[str, Any], settings: Settings, step: int) -> bool:
-        """Whether the `step` steps that are done are the first of the longer run that `settings` describe.
-
-        They are if their learning rates are: the run goes on as if it had been the longer one all along.
-        """
-        return 0 < step <= _steps_in_common(stored, settings) and step < settings.total_steps
-
-    def _branching(self, stored: dict[str, Any], settings: Settings, step: int) -> str:
-        """What can be done with a run that is not `_is_longer` although only its length differs."""
-        common = _steps_in_common(stored, settings)
-        if common < 0 or not 0 < step < settings.total_steps:
-            return ""
-        steps = seal.steps_in(self.checkpoints)
-        at = max((one for one in steps if one <= common), default=step)
-        return (
-            f". It cannot go on here: its {step} steps had other learning rates, from step {common + 1} on. "
-            "A run of its own can go on with the rates of these settings: python train.py "
-            f"branch_from={self.path} branch_step={at} steps={settings.total_steps} run_dir=…"
-        )
-
-    def note_checkpoint(self, step: int) -> None:
-        """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
-        write_text(self._saved, f"{step}\n")
-        if self._aside.exists():
-            (self._aside / self._done.name).unlink(missing_ok=True)
-            self._settle()
-
-    def _find_checkpoints(self) -> list[Path]:
-        """The checkpoints. Raises TrainingError if they are gone, or cannot be read."""
-        try:
-            found = checkpoints_in(self.checkpoints)
-        except OSError as error:
-            raise TrainingError(
-                f"the checkpoints of this run cannot be read: {explain(error)}. Mount that place or correct "
-                "its permissions, and run the same command again"
-            ) from error
-        if not found and self._saved.exists():
-            step = self._saved.read_text().strip()
-            raise TrainingError(
-                f"{self.path} was saved at step {step}, but {self.checkpoints} holds no checkpoint. Restore "
-                f"them and run the same command again, or delete {self.path} to train from the start"
-            )
-        return found
-
-    def _has_metrics(self) -> bool:
-        return self.metrics.exists() and self.metrics.stat().st_size > 0
-
-    def _stored_settings(self) -> dict[str, Any] | None:
-        """The settings of the run: those in config.yaml, unless its newest checkpoint says others.
-
-        Warns if config.yaml is lost or damaged; None, after a warning, if nothing else says them.
-        """
-        in_seal = next(filter(None, map(_sealed_settings, reversed(checkpoints_in(self.checkpoints)))), None)
-        try:
-            in_config = identity.read(self.config)
-        except (FileNotFoundError, ValueError) as error:
-            problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-            compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
-            log.warning("%s %s. It had the settings of this run; %s", self.config, problem, compared)
-            return in_seal
-        return in_seal if in_seal and identity.differences(in_config, in_seal) else in_config
 
     def note_environment(self, device: torch.device, devices: int) -> None:
         """Add what this process runs on to environment.jsonl: a line for every start of the run."""
@@ -306,22 +143,11 @@ class RunDirectory:
         files = {}
         for path in filter(Path.is_file, results):
             sync(path)
-            files[path.relative_to(self.path).as_posix()] = seal.fingerprint(path)
+            files[path.relative_to(self.path).as_posix()] = fingerprint(path)
         for folder in filter(Path.exists, (self.weights, self.path)):
             sync(folder)
-        write_text(self._done, seal.dumps({"files": files}))
+        write_text(self.done, seal_text({"files": files}))
         sync(self.path)
-
-    def results(self) -> str:
-        """The directory, and a line for each picture in it and for the model."""
-        lines = {
-            self.loss_plot: "training loss (line) and validation loss (markers)",
-            self.probe_plot: "errors of SageBwd's O, dQ, dK and dV by layer; grey: full precision",
-            self.weights: f"python -m scripts.sample {shlex.quote(str(self.path))} lets the model write",
-        }
-        return "\n  ".join(
-            [str(self.path), *(f"{it.name}: {says}" for it, says in lines.items() if it.exists())]
-        )
 
     def check(self, *results: Path) -> None:
         """Raise ValueError if some results, by default all, are not what the finished run left, or for links.
@@ -334,14 +160,14 @@ class RunDirectory:
         if not self.is_finished:
             return
         try:
-            files = seal.read_file(self._done)["files"]
+            files = read_sealed_file(self.done)["files"]
             within = [path.relative_to(self.path) for path in results or (self.path,)]
             chosen = {name: files[name] for name in files if any(map(Path(name).is_relative_to, within))}
-            seal.verify_files(self.path, chosen)
+            verify_files(self.path, chosen)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"{self.path} is finished, but {error}. Restore that file from a copy. Or delete "
-                f"{self._done}: the same command then writes weights and pictures again, from the newest "
+                f"{self.done}: the same command then writes weights and pictures again, from the newest "
                 "checkpoint, and takes all else as it is"
             ) from error
 
@@ -358,76 +184,11 @@ class RunDirectory:
 
     def note_divergence(self, step: int) -> None:
         """Mark the run as ended by `step`, whose loss or gradient is not finite."""
-        write_text(self._diverged, f"{step}\n")
+        write_text(self.diverged, f"{step}\n")
 
     def diverged_at(self) -> int | None:
         """The step that ended the run because it was not finite, or None; `open` forgets it."""
-        return int(read_bytes(self._diverged, 99, links=False)) if self._diverged.exists() else None
-
-    def truncate_metrics(self, step: int) -> None:
-        """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again.
-
-        step: that of the checkpoint that was loaded. Raises ValueError if another line is damaged.
-        """
-        for path in (self.metrics, self.spikes):
-            if path.exists():
-                kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
-                write_text(path, "".join(kept))
-
-    def _set_aside(self) -> None:
-        """Move what the finished run left to ASIDE, DONE last; `_settle` undoes it or makes it final."""
-        for path in (*self._results(), self._done):
-            (path.parent / ASIDE).mkdir(exist_ok=True)
-            os.rename(path, path.parent / ASIDE / path.name)
-
-    def _settle(self) -> None:
-        """Put the finished run that was set aside back, or delete it if the new one has a checkpoint.
-
-        Complete if it is called again after it was interrupted.
-        """
-        asides = (self.checkpoints / ASIDE, self._aside)
-        if os.path.islink(asides[0]):  # a stranger's
-            asides[0].unlink()
-        if (self._aside / self._done.name).exists():
-            for path in (*self._results(), self._diverged):
-                _remove(path)
-            os.rename(self._aside / self._done.name, self._done)
-        if self._done.exists():
-            for path in self._results(ASIDE):
-                os.rename(path, path.parent.parent / path.name)
-        for folder in asides:
-            _remove(folder)
-
-    def _results(self, within: str = "") -> list[Path]:
-        """What training again replaces, DONE apart; within: ASIDE, where it is meanwhile.
-
-        Of checkpoints, which may be on another disk, each by itself.
-        """
-        files = (self.metrics, self.spikes, self.environment, self.config, self.loss_plot, self.probe_plot)
-        marks = (self._saved, self.wandb_id)  # trained anew, it is another run in W&B
-        named = (self.weights, self.exports, self.profile, *files, *marks)
-        there = [path.parent / within / path.name for path in named]
-        saved = [(self.checkpoints / within).glob(pattern) for pattern in ("step_*", ".writing_step_*")]
-        return [*itertools.chain(*saved), *filter(os.path.lexists, there)]
-
-
-def _steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
-    """How many first steps a stored run and this one have in common; -1 if not only the length differs."""
-    changed = {name for name, *_ in identity.differences(stored, identity.recorded(settings))}
-    if not changed or not changed <= LENGTH:
-        return -1
-    try:
-        return steps_in_common(OmegaConf.to_object(identity.restored(stored)), settings)
-    except (OmegaConfBaseException, SettingsError):  # of an older version
-        return -1
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder or file, if it is there; of a link only the link."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        path.unlink()
+        return int(read_bytes(self.diverged, 99, links=False)) if self.diverged.exists() else None
 
 
 def _device_name(device: torch.device) -> str:
@@ -444,13 +205,13 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = read_lines(path)
     for number, record in enumerate(records, start=1):
         if problem := _problem(record):
-            raise ValueError(_damaged(path, number, problem))
+            raise ValueError(damaged_line(path, number, problem))
     return records
 
 
 def check_readable(record: dict[str, Any]) -> None:
     """Raise ValueError if `read_metrics` could not read this record back."""
-    if problem := _problem(json.loads(json.dumps(record), parse_int=_whole)):
+    if problem := _problem(read_line(json.dumps(record))):
         raise ValueError(problem)
 
 
@@ -461,45 +222,141 @@ def _problem(record: dict[str, Any]) -> str | None:
     return f"its {wrong[0]} is no number" if wrong else None
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects in a file of JSON lines. Raises ValueError as `read_metrics` does."""
-    records = []
-    for number, line in enumerate(read_bytes(path, CURVE_BYTES, links=False).split(b"\n")[:-1], start=1):
-        try:
-            record = json.loads(line, parse_int=_whole)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(_damaged(path, number, str(error))) from error
-        if not isinstance(record, dict):
-            raise ValueError(_damaged(path, number, "it is no JSON object"))
-        records.append(record)
-    return records
+# ---------------------------------------------------------------------- checkpoints and their seals
+#
+# A seal says what a checkpoint is of, and the size and checksum of each of its files, and of itself. DONE of
+# a finished run is one, too, of its results. It finds damage: truncation, flipped bits, files of another
+# checkpoint. It does not find tampering, because anyone can compute a CRC. That a checkpoint runs no code
+# when it is read does not rest on it: see trainer/checkpoint.py.
 
 
-def _whole(digits: str) -> int:
-    if len(digits) > 18:
-        raise ValueError(f"{digits[:20]} is a whole number of more than 18 digits; log it as a float")
-    return int(digits)
-
-
-def _damaged(path: Path, number: int, problem: str) -> str:
-    fix = shlex.join(["sed", "-i", f"{number}d", str(path)])
-    return f"line {number} of {path} is damaged ({problem}). To go on without it, delete that line: {fix}"
-
-
-def append_line(path: Path, record: dict[str, Any]) -> None:
-    """Append a line of JSON, in place of one that a crash or a full disk cut short."""
-    with open(path, "ab+", opener=no_link) as file:
-        file.seek(0)
-        complete = file.read().rfind(b"\n") + 1
-        file.truncate(complete)
-        file.write(json.dumps(record).encode() + b"\n")
+def write_seal(folder: Path, contents: dict[str, Any]) -> None:
+    """Seal all files of `folder`. They and the folder are on the disk when this returns."""
+    files = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
+    with open(folder / SEAL, "w") as file:
+        file.write(seal_text({**contents, "files": files}))
         file.flush()
         os.fsync(file.fileno())
+    sync(folder)
 
 
-def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
-    """The settings in a checkpoint's seal; None if it is damaged."""
+def seal_text(sealed: dict[str, Any]) -> str:
+    """A seal as JSON."""
+    sealed = json.loads(json.dumps(sealed))
+    return json.dumps({**sealed, CHECKSUM: _checksum(sealed)}, indent=1)
+
+
+def read_seal(folder: Path) -> dict[str, Any]:
+    """The contents of the seal; the files are not looked at.
+
+    Raises OSError, or ValueError if it is damaged.
+    """
+    if folder.is_symlink():
+        raise ValueError(f"{folder} is a link; put there what it leads to")
+    sealed = read_sealed_file(folder / SEAL)
+    if step_of(folder) != sealed.get("step"):
+        raise ValueError(f"{SEAL} is that of step {sealed.get('step')}")
+    return sealed
+
+
+def read_sealed_file(path: Path) -> dict[str, Any]:
+    """What `seal_text` made. Raises OSError, or ValueError if it is damaged."""
     try:
-        return identity.checked(seal.read(checkpoint).get("settings"))
-    except (OSError, ValueError):
-        return None
+        sealed = json.loads(read_bytes(path, links=False))
+        checksum = sealed.pop(CHECKSUM, None) if isinstance(sealed, dict) else None
+        found = _checksum(sealed)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path.name} cannot be read: {error}") from error
+    if not (isinstance(sealed, dict) and isinstance(sealed.get("files"), dict)):
+        raise ValueError(f"{path.name} lists no files")
+    if checksum != found:
+        raise ValueError(f"{path.name} does not match its own checksum")
+    return sealed
+
+
+def verify_seal(folder: Path) -> dict[str, Any]:
+    """The contents of the seal. Raises ValueError or OSError naming what does not match it."""
+    sealed = read_seal(folder)
+    verify_files(folder, {METADATA: None, **sealed["files"]})
+    return sealed
+
+
+def verify_files(folder: Path, files: dict[str, Any]) -> None:
+    """Compare files, by their paths in `folder`, with their fingerprints. Raises as `verify_seal` does."""
+    for name, expected in files.items():
+        path = folder / name
+        outside = {"/", ".."} & {*Path(name).parts}
+        if outside or path.is_symlink() or not path.is_file():  # nor a pipe that never ends
+            raise ValueError(f"{name} is missing, or no file of this folder")
+        found = size = f"{path.stat().st_size} bytes"
+        if str(expected).startswith(f"{size}, "):  # a sparse file of a stranger may have any size
+            found = fingerprint(path)
+        if found != expected:
+            raise ValueError(f"{name} is {found}, was written as {expected}")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, oldest first; none if there is no folder.
+
+    Raises OSError if the folder cannot be read, or is a link to a place that is not there.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        if folder.is_symlink():
+            raise
+        return []
+    return sorted(folder / name for name in names if NAME.fullmatch(name))
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a checkpoint's folder, step_<n>, says. Raises ValueError if it says none."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """The checkpoint of one step. Raises ValueError, naming the steps that exist, if there is none."""
+    path = path_of(folder, step)
+    if not path.is_dir():
+        there = ", ".join(map(str, steps_in(folder))) or "none"
+        raise ValueError(f"{folder} has no checkpoint of step {step}; there: {there}")
+    return path
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps whose checkpoints are in `folder`."""
+    return [step_of(path) for path in checkpoints_in(folder)]
+
+
+def newest_step(folder: Path) -> int:
+    """The step of the newest checkpoint of `folder`. Raises ValueError if there is none."""
+    if steps := steps_in(folder):
+        return steps[-1]
+    raise ValueError(f"{folder} holds no checkpoint; train the run, or restore them")
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return folder / f"step_{step:08d}"
+
+
+def sync(path: Path) -> None:
+    """Return when the content of the file, or the names in the folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _checksum(sealed: dict[str, Any]) -> str:
+    return f"crc {zlib.crc32(json.dumps(sealed, sort_keys=True).encode()):08x}"
+
+
+def fingerprint(path: Path) -> str:
+    """Size and checksum of a file, some 2 GB/s."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return f"{path.stat().st_size} bytes, crc {checksum:08x}"

@@ -9,22 +9,28 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from omegaconf import MISSING, ListConfig, OmegaConf
 
+import data.recipe
 from common import overrides
 from common.errors import SettingsError
+from common.redaction import redact
+from data.recipe import Recipe
 from data.settings import DataSettings, options, register_options
 from model import backends
-from model.config import LlamaConfig
+from model.config import LlamaConfig, parameter_count
 
 #: Length of a run that sets none: the paper's, 300,000 steps of tps=260k, 37,500 of tps=2.1m.
 PAPER_TOKENS = 78_643_200_000
+
+SHARD_FROM = 1_000_000_000  # parameters; at 16 bytes each a copy fills a fifth of an 80 GB GPU
 
 #: Marks settings that may differ when a run resumes: they change how it executes or reports, not what it
 #: computes. A mark on a group holds for all in it that has none of its own.
@@ -93,12 +99,10 @@ class OptimizerSettings:
     lr: float = positive()  # peak learning rate
     # How it falls after the warm-up: "cosine", "linear", "wsd" (at the end only) or "constant" (never).
     schedule: str = setting("cosine", choices=("cosine", "linear", "wsd", "constant"))
-    # wsd: share of the run's steps in which it falls; null: 0.2
-    decay_ratio: float | None = setting(
-        None, within=Range(lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps")
+    # wsd: share of the run's steps in which it falls, by 1 - sqrt
+    decay_ratio: float = setting(
+        0.2, within=Range(lambda value: 0 < value <= 1, "above 0 and at most 1, a share of the steps")
     )
-    # wsd: how, "1-sqrt" or "linear"; null: "1-sqrt"
-    decay_type: str | None = setting(None, choices=("linear", "1-sqrt"))
     # final learning rate as a fraction of the peak
     min_lr_ratio: float = setting(
         within=Range(lambda value: 0 <= value <= 1, "between 0 and 1, a fraction of optimizer.lr")
@@ -121,9 +125,7 @@ class LoggerSettings:
     # "auto" (online when configured, offline otherwise), "online", "offline" or "off"
     wandb: str = setting(choices=("auto", "online", "offline", "off"))
     project: str | None = None  # null: WANDB_PROJECT, or "sagebwd"
-    entity: str | None = None  # W&B's user or team
     group: str | None = None  # null: WANDB_RUN_GROUP; a sweep sets it
-    tags: list[str] = field(default_factory=list)  # W&B's
     tensorboard: bool = False  # event files below <run_dir>/tensorboard
 
 
@@ -132,7 +134,6 @@ class ProbeSettings:
     """Measuring the error of INT8 attention while a run trains (trainer/probe.py)."""
 
     every: int = not_negative()  # steps between measurements; 0: never
-    layers: list[int] | None = None  # which layers, counted from 0; null: the first, middle and last
     sequences: int = positive()  # sequences of the step's batch to measure on, in one forward-backward pass
     # warn if the relative L2 error of a gradient exceeds this; null: never
     alarm: float | None = positive(None)
@@ -140,7 +141,7 @@ class ProbeSettings:
 
 @dataclass
 class SpikeSettings:
-    """Finding steps with an outlier loss or gradient norm (trainer/spikes.py)."""
+    """Finding steps with an outlier loss or gradient norm (trainer/divergence.py)."""
 
     # previous steps that define the typical value
     window: int = setting(within=Range(lambda value: value >= 8, "8 or more, to find the typical loss"))
@@ -150,7 +151,7 @@ class SpikeSettings:
 
 @dataclass
 class ProfileSettings:
-    """Recording a few steps with torch.profiler, and what is in memory (trainer/profiling.py)."""
+    """Recording a few steps with torch.profiler, and what is in memory (trainer/machine.py)."""
 
     steps: int = not_negative(0)  # how many steps; 0: no profile
     start: int = positive(10)  # after so many other steps of this process
@@ -168,7 +169,8 @@ class HardwareSettings:
     dtype: str = setting(choices=("bfloat16", "float32"), may_change=False)
     compile: bool = MISSING  # torch.compile the model
     cuda_graphs: bool = False  # one GPU: replay compiled passes as CUDA graphs, which removes launch overhead
-    deterministic: bool = False  # bit-identical when repeated or resumed; slower on a GPU
+    # bit-identical when repeated or resumed; slower on a GPU, where attention=fpa then runs without cuDNN
+    deterministic: bool = False
     # several devices: "ddp", "fsdp", or "auto": fsdp from a billion parameters on
     parallel: str = setting("auto", choices=("auto", "ddp", "fsdp"))
     # devices that share the tokens of a sequence, and the heads of its attention
@@ -178,6 +180,12 @@ class HardwareSettings:
     check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
     timeout_s: float = positive(600.0)  # the run ends if a rank keeps the others waiting for longer
     peak_tflops: float | None = positive(None)  # dense bf16 peak for MFU; null: looked up by GPU name
+
+    def is_sharded(self, shape: LlamaConfig, ranks: int) -> bool:
+        """Whether weights, gradients and moments are sharded: on request, and by default if large."""
+        if ranks == 1 or self.parallel == "ddp":
+            return False
+        return self.parallel == "fsdp" or parameter_count(shape) >= SHARD_FROM
 
 
 @dataclass
@@ -207,7 +215,7 @@ class Settings:
     context: int = positive()  # tokens per training sequence
     # train on the first so many of the text, over and over; null: on all
     train_sequences: int | None = positive(None)
-    # length of the run; null: PAPER_TOKENS, but not of a small text
+    # length of the run; null: the paper's 78,643,200,000, unless that is over 100 passes over the text
     total_tokens: int | None = positive(None)
     steps: int | None = positive(None)  # length of the run in optimizer steps; overrides total_tokens
     # initialisation and data order
@@ -251,6 +259,26 @@ class Settings:
     def tokens_per_step(self) -> int:
         """Tokens of all devices together that make up one optimizer step."""
         return self.tps.tokens_per_step // self.tps.divide_by
+
+    def recorded(self) -> dict[str, Any]:
+        """As config.yaml and the seals of checkpoints record them, without secrets."""
+        return redact({**asdict(self), "attention": self.attention.recorded()})
+
+    @functools.cached_property
+    def recipes(self) -> list[Recipe]:
+        """Of all texts, looked up on disk once. Raises ValueError if a text is not there, or is none."""
+        return data.recipe.read(self.data)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of autocast: of matrix products and of attention."""
+        return getattr(torch, self.hardware.dtype)
+
+    @property
+    def attention_shape(self) -> dict[str, Any]:
+        """The shape that the attentions of a run are built for."""
+        shape = {"d_head": self.model.d_head, "is_gqa": self.model.is_gqa}
+        return shape | ({"longest_document": self.context} if self.data.mask_documents else {})
 
     @property
     def total_steps(self) -> int:

@@ -1,33 +1,43 @@
-"""What a run starts from: trained weights (`init_from`), or a checkpoint of another run (`branch_from`)."""
+"""Before a run starts: settings it takes from where it begins, and the directory that it trains in.
 
-from __future__ import annotations
+A run begins with trained weights (`init_from`), with a checkpoint of another run (`branch_from`), or anew.
+"""
 
+import fcntl
+import itertools
+import json
 import logging
-from collections.abc import Collection, Sequence
+import os
+import shlex
+import shutil
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import model.config
 import model.huggingface
-from common.errors import SettingsError, TrainingError, explain
+from common.errors import SettingsError, TrainingError, explain, user_facing
+from common.files import read_lines, write_text
 from common.overrides import escaped
 from data.huggingface_tokenizer import TOKENIZER_FILE
-from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity
-from model.config import LlamaConfig
-from trainer import identity, seal
-from trainer.run_directory import RunDirectory, name_directory
-from trainer.seal import checkpoint_of, checkpoints_in, newest_step
+from data.tokenizers import VOCABULARY_SIZES
+from trainer import identity
+from trainer.run_directory import (
+    ASIDE,
+    RunDirectory,
+    checkpoints_in,
+    name_directory,
+    newest_step,
+    read_metrics,
+    read_seal,
+    step_of,
+    steps_in,
+)
 from trainer.settings import Settings
-
-if TYPE_CHECKING:  # importing it takes seconds
-    import torch
-
-    from model.llama import Llama
-    from trainer.checkpoint import Checkpoints
 
 log = logging.getLogger(__name__)
 
@@ -118,77 +128,240 @@ def _tokenizer_in(weights: Path) -> str | None:
     return str(weights) if (weights / TOKENIZER_FILE).exists() else None
 
 
-def find_weights(settings: Settings, directory: RunDirectory) -> str | None:
-    """The folder of weights to start from, if one is set and there is no checkpoint yet.
-
-    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
-    """
-    folder = settings.init_from
-    if folder is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        weights = Path(folder).absolute()
-        if (run := RunDirectory(weights.parent)).weights == weights:
-            run.check(weights)
-        stored = model.huggingface.read_config(folder)
-    except (OSError, ValueError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(f"init_from={folder}: {why}; give {WEIGHTS}") from error
-    if wrong := model.config.differences(stored, settings.model):
-        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
-        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
-        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
-    return folder
+# ---------------------------------------------------------------------- the directory to train in
 
 
-def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to start from, and its seal, if one is set and there is none of this run yet.
+class TrainingDirectory(RunDirectory):
+    """The folder of the run that this process trains, or is about to."""
 
-    Raises TrainingError if its weights or its optimizer's state are not those of this model and optimizer.
-    """
-    if settings.branch_from is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        folder = RunDirectory(Path(settings.branch_from)).checkpoints
-        path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
-        sealed = seal.verify(path)
-        stored = identity.checked(sealed.get("settings"))
-        shape = LlamaConfig(**stored["model"])
-        wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
-        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
-            wrong.append(f"optimizer.name={old}")
-        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
-            raise ValueError(
-                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
-                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
-                f"class that you know, or use {WEIGHTS_ALONE}"
+    def is_finished_with(self, settings: Settings) -> bool:
+        """Whether the run is finished, with all of its results, and nothing of `settings` is left to train.
+
+        False if its text has moved: the trainer then compares the text itself. Raises TrainingError if a
+        result is damaged, the run was trained with other settings, which it names, or the folder cannot be
+        read.
+        """
+        try:
+            if settings.rerun_finished or not self.is_finished:
+                return False
+            self.check()
+            stored = _stored_settings(self)
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+        except OSError as error:
+            raise TrainingError(f"cannot use the run directory: {explain(error)}; set run_dir=…") from error
+        if stored is None:
+            raise TrainingError(
+                f"{self.path} is finished, but nothing there says with which settings: restore its "
+                "config.yaml from a copy, or set rerun_finished=true to train it again from the start"
             )
-        if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
-            wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
-    if wrong:
-        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
-    if sealed["step"] >= settings.total_steps:
-        raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
-    return path, sealed
+        step = max(map(step_of, checkpoints_in(self.checkpoints)), default=0)
+        if identity.is_longer(stored, settings, step):
+            return False
+        if changed := identity.changes(stored, settings, step, also=("spike.skip",)):
+            raise TrainingError(
+                f"{self.path} is finished, but was trained with other settings:\n{changed}\n"
+                "Give these settings their own run_dir=…, or train them here from the start with "
+                f"rerun_finished=true{_branching(self, stored, settings, step)}"
+            )
+        was, now = stored.get("data", {}), settings.recorded()["data"]
+        return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Create the folder, and lock it against a second process that trains the same run.
+
+        A new folder goes again if an error comes before the first step. A finished run that was to be trained
+        again is back if one comes, or the process is killed, before the new one's first checkpoint.
+        """
+        try:
+            is_new = not self.path.exists()
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.refuse_links()
+            file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
+        except ValueError as error:
+            raise TrainingError(str(error)) from error
+        except OSError as error:
+            raise TrainingError(
+                f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
+            ) from error
+        with file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise TrainingError(
+                    f"{self.path} is in use by another process that trains this run; wait for it, or give "
+                    "this one another run_dir=…"
+                ) from None
+            try:
+                _settle(self)
+                for folder in (self.path, self.weights):
+                    for leftover in folder.glob("*.[0-9]*.tmp"):  # of a process that was killed
+                        leftover.unlink()
+                yield
+            except BaseException:
+                _settle(self)
+                if is_new and not (self.has_metrics or self.diverged.exists()):
+                    shutil.rmtree(self.path, ignore_errors=True)
+                raise
+
+    def open(self, settings: Settings) -> None:
+        """Store the settings. Raises TrainingError, and changes nothing, if the folder is of another run.
+
+        Or if its checkpoints are gone, or cannot be read.
+        """
+        if settings.rerun_finished and self.is_finished:
+            _set_aside(self)
+        if self.environment.exists():
+            with user_facing(ValueError):
+                read_lines(self.environment)  # the model card needs it, at the end
+        if (found := _find_checkpoints(self)) or self.has_metrics:
+            stored = _stored_settings(self)
+            step = max(map(step_of, found), default=0)
+            if stored and (changed := identity.changes(stored, settings, step)):
+                raise TrainingError(
+                    f"{self.path} holds a run with other settings:\n{changed}\n"
+                    "Give the changed run its own run_dir=…, or delete that folder to start over"
+                    f"{_branching(self, stored, settings, step)}"
+                )
+        for mark in (self.diverged, self.done):  # what it claims begins to change
+            mark.unlink(missing_ok=True)
+        write_text(self.config, identity.as_yaml(settings.recorded()))
+
+    def records(self) -> list[dict[str, Any]]:
+        """Those of a run that is under way: links were refused when it was locked."""
+        return read_metrics(self.metrics)
+
+    def note_checkpoint(self, step: int) -> None:
+        """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
+        write_text(self.saved, f"{step}\n")
+        if self.aside.exists():
+            (self.aside / self.done.name).unlink(missing_ok=True)
+            _settle(self)
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again.
+
+        step: that of the checkpoint that was loaded. Raises ValueError if another line is damaged.
+        """
+        for path in (self.metrics, self.spikes):
+            if path.exists():
+                kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
+                write_text(path, "".join(kept))
+
+    def results(self) -> str:
+        """The directory, and a line for each picture in it and for the model."""
+        lines = {
+            self.loss_plot: "training loss (line) and validation loss (markers)",
+            self.probe_plot: "errors of SageBwd's O, dQ, dK and dV by layer; grey: full precision",
+            self.weights: f"python -m scripts.sample {shlex.quote(str(self.path))} lets the model write",
+        }
+        return "\n  ".join(
+            [str(self.path), *(f"{it.name}: {says}" for it, says in lines.items() if it.exists())]
+        )
 
 
-def load_branch(
-    branch: tuple[Path, dict[str, Any]],
-    checkpoints: Checkpoints,
-    llama: Llama,
-    optimizer: torch.optim.Optimizer,
-) -> dict[str, Any]:
-    """Restore what `find_branch` found, and return what of its seal holds for the branch, too.
+def _find_checkpoints(directory: RunDirectory) -> list[Path]:
+    """The checkpoints. Raises TrainingError if they are gone, or cannot be read."""
+    try:
+        found = checkpoints_in(directory.checkpoints)
+    except OSError as error:
+        raise TrainingError(
+            f"the checkpoints of this run cannot be read: {explain(error)}. Mount that place or correct "
+            "its permissions, and run the same command again"
+        ) from error
+    if not found and directory.saved.exists():
+        step = directory.saved.read_text().strip()
+        raise TrainingError(
+            f"{directory.path} was saved at step {step}, but {directory.checkpoints} holds no checkpoint. "
+            f"Restore them and run the same command again, or delete {directory.path} to train from the start"
+        )
+    return found
 
-    The settings of the optimizer stay as they are: torch would take those of the checkpoint.
+
+def _stored_settings(directory: RunDirectory) -> dict[str, Any] | None:
+    """The settings of the run: those in config.yaml, unless its newest checkpoint says others.
+
+    Warns if config.yaml is lost or damaged; None, after a warning, if nothing else says them.
     """
-    path, sealed = branch
-    own = [{key: value for key, value in one.items() if key != "params"} for one in optimizer.param_groups]
-    checkpoints.load(path, sealed, llama, optimizer)
-    for group, values in zip(optimizer.param_groups, own, strict=True):
-        group.update(values)
-    log.info("going on from %s", path)
-    return {name: sealed[name] for name in ("step", "recent") if name in sealed}
+    in_seal = next(filter(None, map(_sealed_settings, reversed(checkpoints_in(directory.checkpoints)))), None)
+    try:
+        in_config = identity.read(directory.config)
+    except (FileNotFoundError, ValueError) as error:
+        problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
+        compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
+        log.warning("%s %s. It had the settings of this run; %s", directory.config, problem, compared)
+        return in_seal
+    return in_seal if in_seal and identity.differences(in_config, in_seal) else in_config
+
+
+def _branching(directory: RunDirectory, stored: dict[str, Any], settings: Settings, step: int) -> str:
+    """What can be done with a run that is not `is_longer` although only its length differs."""
+    common = identity.steps_in_common(stored, settings)
+    if common < 0 or not 0 < step < settings.total_steps:
+        return ""
+    steps = steps_in(directory.checkpoints)
+    at = max((one for one in steps if one <= common), default=step)
+    return (
+        f". It cannot go on here: its {step} steps had other learning rates, from step {common + 1} on. "
+        "A run of its own can go on with the rates of these settings: python train.py "
+        f"branch_from={directory.path} branch_step={at} steps={settings.total_steps} run_dir=…"
+    )
+
+
+# ---------------------------------------------------------------------- a finished run that is trained again
+
+
+def _set_aside(own: RunDirectory) -> None:
+    """Move what the finished run left to ASIDE, DONE last; `_settle` undoes it or makes it final."""
+    for path in (*_results(own), own.done):
+        (path.parent / ASIDE).mkdir(exist_ok=True)
+        os.rename(path, path.parent / ASIDE / path.name)
+
+
+def _settle(own: RunDirectory) -> None:
+    """Put the finished run that was set aside back, or delete it if the new one has a checkpoint.
+
+    Complete if it is called again after it was interrupted.
+    """
+    asides = (own.checkpoints / ASIDE, own.aside)
+    if os.path.islink(asides[0]):  # a stranger's
+        asides[0].unlink()
+    if (own.aside / own.done.name).exists():
+        for path in (*_results(own), own.diverged):
+            _remove(path)
+        os.rename(own.aside / own.done.name, own.done)
+    if own.done.exists():
+        for path in _results(own, ASIDE):
+            os.rename(path, path.parent.parent / path.name)
+    for folder in asides:
+        _remove(folder)
+
+
+def _results(own: RunDirectory, within: str = "") -> list[Path]:
+    """What training again replaces, DONE apart; within: ASIDE, where it is meanwhile.
+
+    Of checkpoints, which may be on another disk, each by itself.
+    """
+    files = (own.metrics, own.spikes, own.environment, own.config, own.loss_plot, own.probe_plot)
+    marks = (own.saved, own.wandb_id)  # trained anew, it is another run in W&B
+    named = (own.weights, own.exports, own.profile, *files, *marks)
+    there = [path.parent / within / path.name for path in named]
+    saved = [(own.checkpoints / within).glob(pattern) for pattern in ("step_*", ".writing_step_*")]
+    return [*itertools.chain(*saved), *filter(os.path.lexists, there)]
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder or file, if it is there; of a link only the link."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
+def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
+    """The settings in a checkpoint's seal; None if it is damaged."""
+    try:
+        return identity.checked(read_seal(checkpoint).get("settings"))
+    except (OSError, ValueError):
+        return None

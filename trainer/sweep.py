@@ -33,12 +33,19 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from common.errors import TrainingError
-from trainer import distributed
+from common.terminal import say
 from trainer.checks import check
 from trainer.estimate import describe
-from trainer.interrupt import exit_on_signals, say
-from trainer.launch import FINISHED, INTERRUPTED, Job, Outcome, run_all
-from trainer.record import forget_one_run
+from trainer.processes import (
+    FINISHED,
+    INTERRUPTED,
+    Job,
+    Outcome,
+    exit_on_signals,
+    forget_one_run,
+    run_all,
+    under_torchrun,
+)
 from trainer.run_directory import RunDirectory, default_name, name_directory
 from trainer.settings import Settings, unresolved
 from trainer.start import inherited
@@ -60,7 +67,7 @@ class SweepSummary(Callback):
         self._ended: list[JobReturn] = []
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if distributed.under_torchrun():
+        if under_torchrun():
             sys.exit("a sweep starts its own processes: use hardware.devices=N, not torchrun")
         runs = runs_of(config)
         refuse_what_cannot_be_trained(config, runs)

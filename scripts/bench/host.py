@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from common.files import write_json
-from common.terminal import choose_device, command_parser, positive_int
+from common.terminal import available_device, command_parser, positive_int
 from sagebwd import dispatch, sage_attention
 from sagebwd.config import PRESETS
 from sagebwd.integrations.sdpa import patch_sdpa
@@ -92,7 +92,8 @@ def main(argv: list[str] | None = None) -> None:
 def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = command_parser(PROGRAM, __doc__)
     add = parser.add_argument
-    add("--device", help="cuda, or cpu for a driver that returns at once (default: a GPU if there is one)")
+    text = "cuda, or cpu for a driver that returns at once (default: a GPU if there is one)"
+    add("--device", type=available_device, default="", help=text)
     text = "batch,heads,tokens,head size (default: three short ones, tiny ones without a GPU)"
     add("--shapes", nargs="+", type=shape_of, metavar="B,H,N,D", help=text)
     text = f"of SageBwd: {', '.join(PRESETS)} (default: default)"
@@ -102,7 +103,6 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     out = SCRATCH / "host"
     add("--out", type=Path, metavar="PREFIX", default=out, help=f"write PREFIX.json (default {out})")
     arguments = parser.parse_args(argv)
-    arguments.device = choose_device(arguments.device, parser)
     is_gpu = arguments.device.startswith("cuda")
     arguments.shapes = arguments.shapes or [*(SHAPES if is_gpu else SMALL_SHAPES)]
     return arguments

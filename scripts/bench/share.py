@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from common.files import write_json
+from common.redaction import redact
 from common.terminal import command_parser, positive_int
 from sagebwd import dispatch
 from scripts.bench import attention
@@ -36,7 +37,6 @@ from scripts.bench.submissions import SCHEMA, SUBMITTED, check
 from scripts.bench.tables import FAILED, Row, draw, not_measured, overview, verdicts
 from scripts.bench.timing import draw_inputs, exact_result, measure_shape, try_out
 from scripts.output import SCRATCH, finite, with_ending, write_markdown
-from trainer.redaction import redact
 
 PROGRAM = "python -m scripts.bench.share"
 EXAMPLES = f"""examples:

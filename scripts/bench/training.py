@@ -47,7 +47,7 @@ from common.overrides import override
 from common.terminal import available_device, command_parser, positive_int
 from scripts.bench.measuring import describe_run, origin_of
 from scripts.output import SCRATCH, align, number, with_ending, write_tables
-from trainer.launch import FINISHED, Job, Outcome, run_all
+from trainer.processes import FINISHED, Job, Outcome, run_all
 from trainer.run_directory import RunDirectory, read_metrics
 
 PROGRAM = "python -m scripts.bench.training"

@@ -20,7 +20,7 @@ from scripts.paper.trained_runs import TrainedRun
 from scripts.runs import training_loader
 from trainer.checkpoint import NO_PROCESS_GROUP, load_alone
 from trainer.optimizer import adamw
-from trainer.seal import checkpoint_of, steps_in
+from trainer.run_directory import checkpoint_of, steps_in
 
 RAW, ADAM = "raw", "adam"
 VIEWS = (RAW, ADAM)

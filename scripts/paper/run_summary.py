@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common.files import read_lines
 from common.statistics import last_tenth
 from model.config import LlamaConfig, parameter_count
 from scripts.output import read_json
@@ -15,7 +16,7 @@ from scripts.paper.variants import variant_of
 from scripts.runs import fingerprint
 from trainer import identity
 from trainer.plot import SET, named_sets, series
-from trainer.run_directory import RunDirectory, read_lines
+from trainer.run_directory import RunDirectory
 from trainer.settings import PAPER_TOKENS
 
 DIVERGED_BY = 0.3  # nats above the lowest tenth

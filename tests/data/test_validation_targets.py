@@ -8,7 +8,7 @@ from tokenizers import models, pre_tokenizers
 
 from data.corpus import open_corpus
 from data.settings import DataSettings
-from trainer.evaluate import bytes_per_token
+from trainer.run import bytes_per_token
 
 TEXTS = ["the", "the  thing\n in 日本語", "", "thing é thing", "the thing " * 30]
 

@@ -11,7 +11,6 @@ import yaml
 
 from scripts import compare
 from scripts.runs import find_runs, places
-from trainer import identity
 from trainer.plot import plot_losses
 from trainer.run_directory import RunDirectory
 
@@ -108,7 +107,7 @@ def test_an_option_stands_for_its_values_and_what_was_changed_of_it_is_named(
         ["attention=sagebwd_paper", "tps=2.1m", "model=llama_35m", "model.n_layers=3", "optimizer=muon"],
     )
     for index, choice in enumerate(choices):
-        recorded = identity.recorded(compose_settings("logger=files", *choice))
+        recorded = compose_settings("logger=files", *choice).recorded()
         run(tmp_path / str(index), 3.0)
         (tmp_path / str(index) / "config.yaml").write_text(yaml.safe_dump(recorded))
     assert [*compared(capsys, tmp_path)][1:] == [

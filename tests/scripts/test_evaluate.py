@@ -8,9 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from common.files import read_lines
 from scripts import evaluate
 from scripts.export import export_checkpoint
-from trainer.run_directory import RunDirectory, read_lines, read_metrics
+from trainer.run_directory import RunDirectory, read_metrics
 
 CONTEXT = 64
 TASK = """\

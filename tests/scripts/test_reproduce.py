@@ -20,7 +20,7 @@ from scripts.paper.experiments import COMMON, SCALES, duration_in_words, find, i
 from tests.cli import ROOT, assert_takes
 from tests.processes import wait_until
 from trainer.checks import check
-from trainer.launch import FAILED, FINISHED, Outcome
+from trainer.processes import FAILED, FINISHED, Outcome
 from trainer.run_directory import RunDirectory
 
 

@@ -8,10 +8,10 @@ from matplotlib.figure import Figure
 
 from tests import warm
 from trainer.distributed import Ranks
-from trainer.interrupt import StopRequest
 from trainer.loop import loop
+from trainer.processes import StopRequest
 from trainer.run import Run
-from trainer.run_directory import RunDirectory
+from trainer.start import TrainingDirectory
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -34,7 +34,7 @@ def train_here(datasets, monkeypatch):
 
 def train(run_settings, monkeypatch):
     """That run, at its end."""
-    directory = RunDirectory(Path(run_settings.run_dir))
+    directory = TrainingDirectory(Path(run_settings.run_dir))
     with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", warm.no_picture)
         directory.open(run_settings)

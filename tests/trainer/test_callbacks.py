@@ -11,8 +11,8 @@ from common.errors import SettingsError, TrainingError
 from scripts import evaluate
 from tests import warm
 from tests.cli import assert_same_run, metrics
-from trainer import seal
 from trainer.callbacks import Callback
+from trainer.run_directory import verify_seal
 
 CALLS = []
 HERE = f"{__name__}."
@@ -33,7 +33,7 @@ class Notes(Callback):
         record["mine/evaluate"] = self.scale * step
 
     def on_checkpoint(self, step, record, model):
-        assert seal.verify(Path(record["path"]))["step"] == step  # it is complete
+        assert verify_seal(Path(record["path"]))["step"] == step  # it is complete
         CALLS.append(("checkpoint", step, {*record}, type(model).__name__))
 
 

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from common.errors import TrainingError
 from tests import warm
 from tests.cli import flip
-from trainer import seal
 from trainer.checkpoint import Checkpoints, load_weights
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
+from trainer.run_directory import SEAL, checkpoints_in, read_seal
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FULL_DISK = r"step 2 .*the disk is full"
@@ -125,9 +125,9 @@ def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
     for step in (1, 3, 4):
         checkpoints(tmp_path, keep=3).save(step, model, optimizer, {})
     for step in (3, 4):
-        (tmp_path / f"step_{step:08d}" / seal.FILE).unlink()
+        (tmp_path / f"step_{step:08d}" / SEAL).unlink()
     checkpoints(tmp_path, keep=1).save(2, model, optimizer, {})
-    assert [path.name for path in seal.checkpoints_in(tmp_path)] == [f"step_{step:08d}" for step in (2, 3, 4)]
+    assert [path.name for path in checkpoints_in(tmp_path)] == [f"step_{step:08d}" for step in (2, 3, 4)]
 
 
 def damage_truncate(folder):
@@ -186,14 +186,14 @@ def test_the_seal_protects_itself(tmp_path):
     """Each of its bytes is damaged in turn: that is noticed, or what it says is the same."""
     checkpoints(tmp_path).save(1, *make(), {"recent": [[1.5, 0.25]], "settings": {"seed": 1}})
     folder = tmp_path / "step_00000001"
-    file, whole = folder / seal.FILE, seal.read(folder)
+    file, whole = folder / SEAL, read_seal(folder)
     content, noticed = file.read_bytes(), 0
     for position in range(len(content)):
         damaged = bytearray(content)
         damaged[position] ^= 1 << position % 8
         file.write_bytes(damaged)
         try:
-            assert seal.read(folder) == whole
+            assert read_seal(folder) == whole
         except ValueError:
             noticed += 1
     assert noticed > 0.8 * len(content)  # the others are spaces
@@ -202,7 +202,7 @@ def test_the_seal_protects_itself(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": 1, "files": []}', "[" * 100_000])
 def test_a_seal_that_is_none_is_a_damaged_checkpoint(tmp_path, content):
     checkpoints(tmp_path).save(1, *make(), {})
-    (tmp_path / "step_00000001" / seal.FILE).write_text(content)
+    (tmp_path / "step_00000001" / SEAL).write_text(content)
     with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
         checkpoints(tmp_path).load_newest(*make())
 

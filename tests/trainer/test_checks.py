@@ -12,7 +12,6 @@ from common.errors import SettingsError
 from model.backends.sagebwd import PRESETS
 from sagebwd import SageConfig
 from trainer.checks import Sizes, check, report_warmup
-from trainer.distributed import is_sharded
 from trainer.optimizer import learning_rate
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -109,7 +108,6 @@ BAD = [
     (["optimizer=muon", "optimizer.muon_lr_scale=original"], ["use optimizer.muon_lr=0.02"]),
     (["optimizer.schedule=step"], ["optimizer.schedule=step", "cosine, linear, wsd"]),
     (["optimizer.schedule=wsd", "optimizer.decay_ratio=0"], ["decay_ratio=0"]),
-    (["optimizer.schedule=wsd", "optimizer.decay_type=cosine"], ["decay_type=cosine", "linear, 1-sqrt"]),
     (["total_tokens=1000"], ["total_tokens=1000", "262144"]),
     (["hardware.device=tpu"], ["hardware.device=tpu", "cuda"]),
     (
@@ -120,9 +118,6 @@ BAD = [
     (["seed=-1"], ["seed=-1"]),
     (["seed=9223372036854775808"], ["seed=9223372036854775808"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
-    (["probe.layers=[3,20]"], ["probe.layers", "20", "0 to 19"]),
-    (["probe.layers=[-1]"], ["probe.layers", "-1", "0 to 19"]),
-    (["probe.layers=[]"], ["probe.layers"]),
     (["spike.window=4"], ["spike.window=4", "8"]),
     (["spike.threshold=nan"], ["spike.threshold=nan"]),
 ]
@@ -163,9 +158,9 @@ def test_every_problem_is_told_at_once(compose_settings):
     values = ["optimizer.lr=-1", "eval_every=0", "model.d_head=63", "hardware.dtype=int8"]
     values += ["data.tokenizer=gpt5", "data.val_fraction=2", "probe.alarm=0", "train_sequences=0"]
     with pytest.raises(SettingsError) as caught:
-        check(compose_settings(*values, "probe.layers=[99]"), 1)
+        check(compose_settings(*values, "hardware.devices=9"), 1)
     assert [text for text in values if text not in str(caught.value)] == []
-    together = ["probe.layers=[99]", "context=5000", "hardware.devices=9"]
+    together = ["model.vocab_size=64", "context=5000", "hardware.devices=9"]
     with pytest.raises(SettingsError) as caught:
         check(compose_settings(*together), 1)
     assert [text for text in together if text not in str(caught.value)] == []
@@ -222,7 +217,7 @@ def test_a_short_run_has_a_short_warmup_and_says_so(compose_settings, caplog, ov
 )
 def test_large_models_are_sharded(compose_settings, preset, asked, ranks, sharded):
     settings = compose_settings(f"model={preset}", f"hardware.parallel={asked}")
-    assert is_sharded(settings.model, settings.hardware, ranks) is sharded
+    assert settings.hardware.is_sharded(settings.model, ranks) is sharded
 
 
 def test_ranks_that_share_sequences_are_one_group(compose_settings):

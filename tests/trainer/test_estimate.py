@@ -13,7 +13,7 @@ from data.corpus import open_corpus
 from model.llama import Llama
 from tests import warm
 from train import run
-from trainer import build, estimate, machine
+from trainer import estimate, machine
 from trainer.checks import check
 from trainer.distributed import Ranks
 from trainer.estimate import (
@@ -33,6 +33,7 @@ from trainer.estimate import (
 from trainer.loop import train
 from trainer.machine import peak_of, peak_tflops
 from trainer.optimizer import build_optimizer
+from trainer.run import make_loader
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 RESULTS = Path(__file__).parents[2] / "results/speed"
@@ -114,7 +115,7 @@ def test_a_run_that_cannot_fit_is_refused_before_it_touches_anything(compose_set
         f"run_dir={tmp_path / 'run'}",
         f"data.root={tmp_path / 'tokens'}",
     )
-    monkeypatch.setattr(estimate, "host_memory", lambda: 16 << 30)
+    monkeypatch.setattr(machine, "host_memory", lambda: 16 << 30)
     with pytest.raises(TrainingError) as refused:
         train(settings)
     message = str(refused.value)
@@ -234,7 +235,7 @@ def test_a_small_text_is_refused_until_a_length_is_set(datasets, tmp_path, caplo
     assert f": {told[1]} passes, too many: set total_tokens" in describe(settings("plan=true"), 1)
     caplog.set_level("INFO")
     for length, passes in ((told[2], "10"), ("total_tokens=78643200000", told[1])):
-        build.make_loader(own := settings(length), check(own, 1), open_corpus(own.data), ONE_RANK)
+        make_loader(own := settings(length), check(own, 1), open_corpus(own.data), ONE_RANK)
         assert f" tokens, {passes} passes over the text, " in caplog.messages[-1]
 
 
@@ -281,7 +282,7 @@ def test_a_model_for_which_no_micro_batch_fits_is_told_what_helps(compose_settin
 )
 def test_a_gpu_that_says_nothing_is_refused(compose_settings, overrides, told):
     with pytest.raises(TrainingError, match=told):
-        check(compose_settings(*overrides), 1)
+        describe(compose_settings(*overrides), 1)
 
 
 def test_the_table_reads_the_prepared_text_and_writes_nothing(compose_settings, datasets, tmp_path):

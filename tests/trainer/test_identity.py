@@ -22,7 +22,7 @@ def config_in(folder, content):
 
 
 def recorded(**settings):
-    return identity.recorded(Settings(**settings))
+    return Settings(**settings).recorded()
 
 
 texts = (

@@ -16,7 +16,7 @@ from common.errors import Interrupted
 from data.tokenizers import Bytes
 from tests import warm
 from tests.cli import ROOT
-from trainer.interrupt import StopRequest
+from trainer.processes import StopRequest
 
 SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")
 

@@ -18,7 +18,7 @@ from sagebwd.reference import exact_attention
 from tests.cli import losses, metrics
 from tests.inputs import draw, largest_logit
 from trainer import probe
-from trainer.probe import Alarm, Captured, Probe, capture, chosen_layers, errors, exact_layer, measure_layer
+from trainer.probe import Alarm, Captured, Probe, capture, errors, exact_layer, measure_layer
 
 SHAPE = LlamaConfig(
     vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
@@ -169,14 +169,6 @@ def test_ranks_but_the_main_one_only_take_part(llama, batch, compose_settings):
     assert measuring.measure(*batch, autocast=nullcontext, is_main=False) == {}
 
 
-@pytest.mark.parametrize(
-    ("layers", "count", "chosen"),
-    [(None, 20, [0, 10, 19]), (None, 2, [0, 1]), (None, 1, [0]), ([7, 3, 7], 20, [3, 7])],
-)
-def test_layers(layers, count, chosen):
-    assert chosen_layers(layers, count) == chosen
-
-
 def test_it_measures_the_runs_own_attention_or_the_default(compose_settings, llama, monkeypatch, caplog):
     settings = compose_settings("attention=sagebwd", "attention.granularity=block", "attention.block_q=32")
     own = make_probe(settings, llama)
@@ -286,7 +278,7 @@ def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
 def test_training_with_the_probe_is_training_without_it_bit_for_bit(train_here, tmp_path, attention, caplog):
     overrides = (f"attention={attention}", "steps=6", "hardware.dtype=bfloat16")
-    probing = ("probe.every=2", "probe.sequences=3", "probe.layers=[1]", "probe.alarm=1e-4")
+    probing = ("probe.every=2", "probe.sequences=3", "probe.alarm=1e-4")
     train_here(tmp_path / "without", *overrides, "probe.every=0")
     train_here(tmp_path / "with", *overrides, *probing)
     assert losses(tmp_path / "with") == losses(tmp_path / "without")

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 import wandb
 
+from common.redaction import redact
 from tests import warm
 from trainer.record import Record, log_to, start_wandb
-from trainer.redaction import redact
 from trainer.settings import LoggerSettings
 
 SECRET = "s3cret-value-123"
@@ -76,7 +76,7 @@ def test_a_run_records_no_secret(monkeypatch, datasets, tmp_path):
         f"run_dir={run_dir}",
         "sample_prompt='The ${oc.env:MY_API_KEY}'",
         "logger.group=${oc.env:MY_API_KEY}",
-        "logger.tags=[https://alice:pw@example.com]",
+        "logger.project=https://alice:pw@example.com",
     )
     assert settings.logger.group == SECRET  # it is used
     warm.run(settings, set_key)

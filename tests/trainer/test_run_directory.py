@@ -11,11 +11,12 @@ import torch
 import yaml
 
 from common.errors import TrainingError
-from common.files import write_text
+from common.files import append_line, read_lines, write_text
 from data.settings import DataSettings
-from trainer import identity, seal
-from trainer.run_directory import RunDirectory, append_line, default_name, read_lines, read_metrics
+from trainer import identity
+from trainer.run_directory import default_name, read_metrics, read_seal, seal_text, steps_in, write_seal
 from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
+from trainer.start import TrainingDirectory
 
 
 def test_name_comes_from_the_overrides_in_any_order():
@@ -29,7 +30,7 @@ def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
     path = tmp_path / "runs" / "new"
 
     def fails(error):
-        directory = RunDirectory(path)
+        directory = TrainingDirectory(path)
         with directory.locked():
             directory.open(Settings())
             (path / "log.txt").write_text("starting")
@@ -47,7 +48,7 @@ def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
 
 
 def test_results_are_those_that_are_there_and_their_command_can_be_pasted(tmp_path):
-    run = RunDirectory(tmp_path / "my run")
+    run = TrainingDirectory(tmp_path / "my run")
     run.weights.mkdir(parents=True)
     assert run.results() == (
         f"{run.path}\n  weights: python -m scripts.sample '{run.path}' lets the model write"
@@ -57,7 +58,7 @@ def test_results_are_those_that_are_there_and_their_command_can_be_pasted(tmp_pa
 
 
 def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
-    directory = RunDirectory(tmp_path)
+    directory = TrainingDirectory(tmp_path)
     assert directory.validation_loss() is None
     for record in ({"val_loss": 3.0}, {"val_loss": 2.5}, {"loss": 1.0}):
         append_line(directory.metrics, {"step": 1, **record})
@@ -85,7 +86,7 @@ def test_names_of_different_runs_differ(tmp_path):
 
 
 def opened(path, **settings):
-    directory = RunDirectory(path)
+    directory = TrainingDirectory(path)
     with directory.locked():
         directory.open(Settings(**settings))
     return directory
@@ -117,7 +118,7 @@ def checkpoint_of(directory, step=1, **settings):
     folder = directory.checkpoints / f"step_{step:08d}"
     folder.mkdir(parents=True)
     (folder / ".metadata").touch()
-    seal.write(folder, {"step": step, "settings": identity.recorded(Settings(**settings))})
+    write_seal(folder, {"step": step, "settings": Settings(**settings).recorded()})
     return folder
 
 
@@ -190,10 +191,10 @@ def test_a_flipped_bit_in_config_yaml_does_not_make_it_another_run(tmp_path):
 
 
 def test_checkpoints_of_another_run_are_refused(tmp_path):
-    directory = RunDirectory(tmp_path)
+    directory = TrainingDirectory(tmp_path)
     attention = {"backend": "sagebwd", "preset": "paper"}
     foreign = checkpoint_of(directory, 4, seed=1, context=32, attention=attention)
-    sealed = seal.read(foreign)
+    sealed = read_seal(foreign)
     directory.check_checkpoint(foreign, sealed, Settings(seed=1, context=32, attention=attention))
     told = (
         r"(?s)step_00000004 is of a run with other settings.*granularity was block.*context was 32, is now 64"
@@ -307,7 +308,7 @@ def test_a_damaged_done_is_named(tmp_path, content):
 def test_done_of_a_stranger_reads_no_file_elsewhere(tmp_path, name):
     directory = whole(tmp_path / "run")
     (tmp_path / "elsewhere").write_text("secret")
-    (tmp_path / "run" / "DONE").write_text(seal.dumps({"files": {name: "6 bytes"}}))
+    (tmp_path / "run" / "DONE").write_text(seal_text({"files": {name: "6 bytes"}}))
     with pytest.raises(TrainingError, match=r"no file of this folder|File name too long"):
         directory.is_finished_with(Settings())
 
@@ -329,7 +330,7 @@ DAMAGED_LINES += ['{"step": 3, "loss": ' + "9" * 400 + "}", '{"step": 3, "n": ' 
 
 @pytest.mark.parametrize("line", DAMAGED_LINES, ids=range(len(DAMAGED_LINES)))
 def test_a_damaged_line_of_the_metrics_is_named_with_the_command_that_removes_it(tmp_path, line):
-    directory = RunDirectory(tmp_path / "it's")
+    directory = TrainingDirectory(tmp_path / "it's")
     directory.path.mkdir()
     good = ['{"step": 1}', '{"step": 2}', '{"step": 3}']
     directory.metrics.write_bytes("\n".join([*good[:2], line, good[2], ""]).encode("latin-1"))
@@ -357,7 +358,7 @@ def test_a_line_that_a_full_disk_cut_short_is_replaced_by_the_next(tmp_path):
 @pytest.fixture(params=["here", "on another disk"])
 def ended(tmp_path, request):
     """A finished run with a checkpoint and, beside it, what no run writes."""
-    directory = RunDirectory(tmp_path / "run")
+    directory = TrainingDirectory(tmp_path / "run")
     directory.path.mkdir()
     if request.param == "on another disk":
         (tmp_path / "disk").mkdir()
@@ -417,7 +418,7 @@ def test_a_finished_run_goes_when_the_new_one_has_a_checkpoint(ended):
     begin_again(ended)
     (ended.checkpoints / "step_00000001").mkdir(parents=True)
     ended.note_checkpoint(1)
-    assert (ended.checkpoints.is_symlink(), seal.steps_in(ended.checkpoints)) == (linked, [1])
+    assert (ended.checkpoints.is_symlink(), steps_in(ended.checkpoints)) == (linked, [1])
     there = {".lock", ".saved", "DIVERGED", "checkpoints", "config.yaml", "environment.jsonl"}
     assert {path.name for path in ended.path.iterdir()} == there | {"metrics.jsonl", "notes.txt"}
     assert (ended.checkpoints / "notes.txt").exists()
@@ -448,7 +449,7 @@ def test_a_damaged_line_of_the_environment_is_found_at_the_start(tmp_path):
 
 
 def test_every_start_notes_its_environment(tmp_path):
-    directory = RunDirectory(tmp_path)
+    directory = TrainingDirectory(tmp_path)
     for devices in (1, 2):
         directory.note_environment(torch.device("cpu"), devices)
     lines = [json.loads(line) for line in (tmp_path / "environment.jsonl").read_text().splitlines()]
@@ -457,7 +458,7 @@ def test_every_start_notes_its_environment(tmp_path):
 
 
 def hold(path, held, release):
-    with RunDirectory(path).locked():
+    with TrainingDirectory(path).locked():
         held.set()
         release.wait(30)
 
@@ -471,7 +472,7 @@ def test_a_place_where_no_run_can_be_is_named(tmp_path, place, why):
         opened(tmp_path / place)
     if place != "file/run":
         with pytest.raises(TrainingError, match=rf"{why}.*set run_dir="):
-            RunDirectory(tmp_path / place).is_finished_with(Settings())
+            TrainingDirectory(tmp_path / place).is_finished_with(Settings())
 
 
 def test_two_processes_cannot_train_the_same_run(tmp_path):
@@ -481,17 +482,20 @@ def test_two_processes_cannot_train_the_same_run(tmp_path):
     other.start()
     try:
         assert held.wait(60)
-        with pytest.raises(TrainingError, match="in use by another process"), RunDirectory(tmp_path).locked():
+        with (
+            pytest.raises(TrainingError, match="in use by another process"),
+            TrainingDirectory(tmp_path).locked(),
+        ):
             pass
     finally:
         release.set()
         other.join()
-    with RunDirectory(tmp_path).locked():
+    with TrainingDirectory(tmp_path).locked():
         pass
 
 
 def test_metrics_after_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
-    directory = RunDirectory(tmp_path)
+    directory = TrainingDirectory(tmp_path)
     lines = [json.dumps({"step": step, "loss": 1 / step}) for step in (1, 2, 3)]
     directory.metrics.write_text("\n".join(lines) + '\n{"step": 4, "lo')
     assert [record["step"] for record in read_metrics(directory.metrics)] == [1, 2, 3]

@@ -1,5 +1,6 @@
 """Checkpoints from a stranger: what they ask for is not done. Their seals are valid: anyone can make one."""
 
+import json
 import os
 import pickle
 import resource
@@ -13,9 +14,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from common.errors import TrainingError
 from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
-from trainer import seal
-from trainer.checkpoint import load_alone, load_weights
-from trainer.safe_load import read_metadata
+from trainer.checkpoint import load_alone, load_weights, read_metadata
+from trainer.run_directory import CHECKSUM, SEAL, _checksum, read_seal, verify_seal, write_seal
 
 
 class Calls:
@@ -38,9 +38,9 @@ def saved(tmp_path):
 
 
 def seal_again(folder):
-    contents = seal.read(folder)
-    (folder / seal.FILE).unlink()
-    seal.write(folder, {name: value for name, value in contents.items() if name != "files"})
+    contents = read_seal(folder)
+    (folder / SEAL).unlink()
+    write_seal(folder, {name: value for name, value in contents.items() if name != "files"})
 
 
 def load_to_train(folder):
@@ -120,7 +120,7 @@ def test_values_that_are_no_tensors_run_no_code(saved, tmp_path, load):
     moments["param_groups"][0]["lr"] = Calls(os.mkdir, str(ran))
     shutil.rmtree(folder)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    seal.write(folder, {"step": 1})
+    write_seal(folder, {"step": 1})
     with pytest.raises((TrainingError, ValueError), match="mkdir"):
         load(folder)
     assert not ran.exists()
@@ -143,11 +143,11 @@ def test_files_outside_the_checkpoint_are_not_read(saved, tmp_path, load):
 def test_a_seal_that_names_what_is_no_file_of_the_folder(saved, name):
     folder, _ = saved
     os.mkfifo(folder / "pipe")  # reading it would wait for ever
-    contents = seal.read(folder)
+    contents = read_seal(folder)
     sealed = {**contents, "files": {**contents["files"], name: "0 bytes, crc 00000000"}}
-    (folder / seal.FILE).write_text(seal.json.dumps({**sealed, seal.CHECKSUM: seal._checksum(sealed)}))
+    (folder / SEAL).write_text(json.dumps({**sealed, CHECKSUM: _checksum(sealed)}))
     with pytest.raises(ValueError, match="is missing, or no file of this folder"):
-        seal.verify(folder)
+        verify_seal(folder)
 
 
 def test_a_file_of_another_size_is_not_read(saved):
@@ -155,7 +155,7 @@ def test_a_file_of_another_size_is_not_read(saved):
     with open(folder / ".metadata", "r+b") as file:
         file.truncate(1 << 42)  # hours of zeros
     with pytest.raises(ValueError, match="is 4398046511104 bytes, was written as"):
-        seal.verify(folder)
+        verify_seal(folder)
 
 
 @pytest.mark.parametrize(

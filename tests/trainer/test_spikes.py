@@ -8,9 +8,9 @@ import pytest
 
 from data.corpus import open_corpus
 from tests.cli import metrics
+from trainer.divergence import SpikeDetector
 from trainer.run_directory import RunDirectory
 from trainer.settings import SpikeSettings
-from trainer.spikes import SpikeDetector, log_spike
 
 NOISE = b"~^|{}[]<>@#$%&*0123456789"
 
@@ -130,6 +130,6 @@ def test_the_command_that_shows_its_text_can_be_pasted(tmp_path, caplog):
     directory.path.mkdir()
     detector = make()
     spike = [detector.judge(*pair) for pair in [*course(40), (50.0, 1.0)]][-1]
-    log_spike(spike, directory, {"step": 41, "tokens": 1, "skipped": False, "sequences": [3]})
+    spike.log(directory.spikes, {"step": 41, "tokens": 1, "skipped": False, "sequences": [3]})
     command = shlex.split(caplog.text[caplog.text.index("python -m") :])
     assert command == ["python", "-m", "scripts.show_batch", str(directory.path), "--step", "41"]

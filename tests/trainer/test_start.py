@@ -11,14 +11,15 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from common.errors import SettingsError, TrainingError
+from common.files import append_line
 from tests.cli import assert_same_weights, flip, losses, metrics
 from tests.trainer import conftest
 from tests.trainer.conftest import CONFIGS
-from trainer import seal, settings, sweep
+from trainer import settings, sweep
 from trainer.checks import check
 from trainer.estimate import describe
-from trainer.run_directory import RunDirectory, append_line
-from trainer.start import inherited
+from trainer.run_directory import RunDirectory, read_sealed_file, seal_text, verify_seal
+from trainer.start import TrainingDirectory, inherited
 
 QUICK = ("sample_tokens=0", "probe.every=0", "checkpoint_every=2")
 
@@ -79,7 +80,7 @@ def test_a_run_whose_rates_would_be_others_is_left_as_it_is(train, typed, tmp_pa
     run = train("experiment=debug", *QUICK, "steps=6", "keep_checkpoints=9", f"run_dir={tmp_path / 'run'}")
     again = typed("experiment=debug", *QUICK, "steps=12", f"run_dir={run}")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    for refuse in (RunDirectory(run).is_finished_with, RunDirectory(run).open):
+    for refuse in (TrainingDirectory(run).is_finished_with, TrainingDirectory(run).open):
         with pytest.raises(
             TrainingError, match=rf"steps was 6, is now 12(?s:.*)branch_from={run} branch_step=2"
         ):
@@ -91,7 +92,7 @@ def test_a_shorter_run_is_another(train, typed, tmp_path):
     constant = ("experiment=debug", *QUICK, "optimizer.schedule=constant", f"run_dir={tmp_path / 'run'}")
     run = train(*constant, "steps=6")
     with pytest.raises(TrainingError, match="steps was 6, is now 4"):
-        RunDirectory(run).is_finished_with(typed(*constant, "steps=4"))
+        TrainingDirectory(run).is_finished_with(typed(*constant, "steps=4"))
 
 
 MISTAKES = {  # what is typed, and what the error has of it
@@ -185,8 +186,8 @@ def test_a_branch_takes_no_code_from_its_run(trunk, train, typed, tmp_path):
     recorded.data.root, recorded.logger.project = str(tmp_path / "theirs"), "theirs"
     OmegaConf.save(recorded, stranger / "config.yaml")
     sealed = stranger / "checkpoints" / "step_00000008" / "seal.json"
-    contents = seal.read_file(sealed) | {"settings": OmegaConf.to_container(recorded)}
-    sealed.write_text(seal.dumps(contents))
+    contents = read_sealed_file(sealed) | {"settings": OmegaConf.to_container(recorded)}
+    sealed.write_text(seal_text(contents))
     train(f"branch_from={stranger}", "steps=9", f"run_dir={tmp_path / 'branch'}")
     assert not (tmp_path / "ran").exists()
     recorded.optimizer._target_ = "os.system"
@@ -236,7 +237,7 @@ def test_a_pipe_a_checkpoint_and_checkpoints_that_are_links_are_refused(trunk, t
     shutil.rmtree(newest)
     newest.symlink_to(trunk / "checkpoints" / newest.name)
     with pytest.raises(ValueError, match="is a link"):
-        seal.verify(newest)
+        verify_seal(newest)
     shutil.rmtree(run / "checkpoints")
     (run / "checkpoints").symlink_to(trunk / "checkpoints")  # to train would delete some
     with pytest.raises(ValueError, match="those of another run"):

@@ -14,8 +14,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
+from common import terminal
 from tests.cli import ROOT
-from trainer import interrupt, settings, sweep
+from trainer import settings, sweep
 from trainer.sweep import SweepSummary, refuse_what_cannot_be_trained
 
 PARSER = OverridesParser.create()
@@ -129,7 +130,7 @@ class Unread:
 def test_the_summary_may_have_no_reader(begin, monkeypatch):
     summary, discarded = begin("seed=1,2"), []
     summary.on_job_start(hydra(["seed=1"]), task_function=None)
-    monkeypatch.setattr(interrupt, "discard", discarded.append)
+    monkeypatch.setattr(terminal, "discard", discarded.append)
     monkeypatch.setattr("sys.stderr", Unread())
     summary._report()
     assert set(discarded) == {2}
@@ -143,7 +144,7 @@ def test_a_launcher_that_runs_them_elsewhere_reports_by_itself(begin, capsys):
 SWEEP = """
 import atexit, os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # some shells have it ignored
-from trainer.interrupt import ForwardedStop, exit_on_signals
+from trainer.processes import ForwardedStop, exit_on_signals
 atexit.register(print, "summary")
 exit_on_signals()
 with ForwardedStop() as stop:  # of a run; its own message and exit code are those that count

@@ -12,7 +12,7 @@ from common.errors import SettingsError, TrainingError
 from data.corpus import ValidationSet
 from scripts import show_batch
 from trainer.checks import check
-from trainer.evaluate import described, validation_record
+from trainer.events import described, validation_record
 from trainer.export import model_card
 from trainer.run_directory import read_metrics
 

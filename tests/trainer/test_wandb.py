@@ -101,20 +101,19 @@ def test_mode_of_the_environment_holds_for_auto_only(tmp_path, monkeypatch, call
 def test_variables_hold_where_no_setting_is_given(tmp_path, monkeypatch, calls):
     start("offline", tmp_path)
     plain = calls.pop()
-    assert (plain["project"], plain["entity"], plain["group"]) == ("sagebwd", None, None)
-    assert (plain["name"], plain["dir"], plain["tags"]) == (tmp_path.name, tmp_path, None)
+    assert (plain["project"], plain["group"]) == ("sagebwd", None)
+    assert (plain["name"], plain["dir"]) == (tmp_path.name, tmp_path)
     # W&B's own would wait until there is a network.
     assert (plain["settings"].init_timeout, plain["settings"].finish_timeout) == (20, 120)
-    for name in ("PROJECT", "ENTITY", "RUN_GROUP", "NAME", "DIR", "RUN_ID"):
+    for name in ("PROJECT", "RUN_GROUP", "NAME", "DIR", "RUN_ID"):
         monkeypatch.setenv(f"WANDB_{name}", f"their {name}")
-    monkeypatch.setenv("WANDB_TAGS", "x, y")
     monkeypatch.setenv("WANDB_INIT_TIMEOUT", "300")
     monkeypatch.setenv("WANDB_RESUME", "must")
-    start("offline", tmp_path, tags=["fpa", "x"], group="mine")
+    start("offline", tmp_path, group="mine")
     (call,) = calls
-    assert (call["project"], call["entity"], call["group"]) == ("their PROJECT", "their ENTITY", "mine")
+    assert (call["project"], call["group"]) == ("their PROJECT", "mine")
     assert (call["name"], call["dir"], call["id"]) == ("their NAME", "their DIR", "their RUN_ID")
-    assert (call["tags"], call["resume"]) == (["fpa", "x", "y"], "must")
+    assert call["resume"] == "must"
     assert "init_timeout" not in call["settings"].model_fields_set  # so that theirs holds
 
 

@@ -9,7 +9,7 @@ import torch
 from scripts.bench import training as bench
 from scripts.bench.training import Row
 from trainer import checks
-from trainer.launch import FINISHED, Outcome
+from trainer.processes import FINISHED, Outcome
 from trainer.run_directory import RunDirectory
 
 SHAPE = ["--model", "llama_debug", "--contexts", "32", "--tokens-per-micro-batch", "64"]

@@ -17,7 +17,6 @@ from scripts.paper.losses import compare
 from scripts.paper.run_summary import divergence, read_run, without_places
 from scripts.paper.variants import base_of, is_null, variant_of
 from tests.cli import ROOT
-from trainer.identity import recorded
 from trainer.run_directory import RunDirectory
 
 SAGE = ("attention.backend=sagebwd", "attention.smooth_k=true", "attention.smooth_q=false")
@@ -32,7 +31,7 @@ def records(values):
 @pytest.fixture
 def make_run(tmp_path, compose_settings):
     """make_run("name", losses, "seed=2", …, done=True): a full-precision run as train.py leaves it."""
-    debug = OmegaConf.create(recorded(compose_settings("experiment=debug")))
+    debug = OmegaConf.create(compose_settings("experiment=debug").recorded())
 
     def made(name, values, *overrides, done=True, validation=()):
         directory = RunDirectory(tmp_path / name)

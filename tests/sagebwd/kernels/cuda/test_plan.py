@@ -18,7 +18,8 @@ from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.cuda.arguments import CTokenTensor
 from sagebwd.kernels.cuda.plan import ALIGNMENT, Operand, lay_out
 from sagebwd.window import FULL
-from tests.sagebwd.kernels.operators import attention, gradients
+from tests.inputs import gradients
+from tests.sagebwd.kernels.operators import attention
 from tests.sagebwd.kernels.sets import emulated_too, only
 
 PARAMS = AttentionParams(FULL, 1.0, DEFAULT_CONFIG)

@@ -5,11 +5,9 @@ import shutil
 import torch
 
 from tests.cli import losses
-from trainer.distributed import Ranks
-from trainer.profiling import StepProfiler
-from trainer.settings import ProfileSettings
+from trainer.machine import StepProfiler
 
-ALONE = Ranks(0, 1, torch.device("cpu"))
+CPU = torch.device("cpu")
 SHORT = ("steps=4", "checkpoint_every=2", "eval_every=4", "sample_tokens=0", "probe.every=0")
 
 
@@ -43,7 +41,7 @@ def test_a_profile_of_the_steps_asked_for_changes_no_bit(train_here, tmp_path, c
 
 
 def test_an_interrupted_profile_is_left_out_and_the_next_one_works(tmp_path, caplog):
-    interrupted = StepProfiler(ProfileSettings(steps=2, start=1), tmp_path / "profile", ALONE)
+    interrupted = StepProfiler(tmp_path / "profile", start=1, steps=2, rank=0, device=CPU)
     assert not interrupted.advance()
     assert not interrupted.advance()
     interrupted.close()
@@ -52,7 +50,7 @@ def test_an_interrupted_profile_is_left_out_and_the_next_one_works(tmp_path, cap
     assert "not written, training ended 1 step(s) too early" in caplog.text
     assert not (tmp_path / "profile").exists()
 
-    again = StepProfiler(ProfileSettings(steps=1, start=1), tmp_path / "profile", ALONE)
+    again = StepProfiler(tmp_path / "profile", start=1, steps=1, rank=0, device=CPU)
     assert not again.advance()
     torch.ones(3).cos()
     assert again.advance()
@@ -63,7 +61,7 @@ def test_an_interrupted_profile_is_left_out_and_the_next_one_works(tmp_path, cap
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "profile").write_text("a file")
-    profiler = StepProfiler(ProfileSettings(steps=1, start=1), tmp_path / "profile", ALONE)
+    profiler = StepProfiler(tmp_path / "profile", start=1, steps=1, rank=0, device=CPU)
     profiler.advance()
     assert profiler.advance()
     profiler.write(2)

@@ -1,135 +1,174 @@
-"""Starts processes on this machine: the ranks of a run, or commands in parallel, each with its GPUs.
-
-Waits for them, and tells which failed and why. The ranks are the processes of torch.multiprocessing.spawn.
-They find each other through a file that only this user can read, and talk over the loopback device. A network
-port, as torchrun opens one, can be reached by every user and machine, and PyTorch unpickles what it reads
-from there. One process alone opens no socket at all. Several machines need torchrun.
-"""
+"""Processes on this machine: what asks them to stop, the death of a parent, and commands in parallel."""
 
 import multiprocessing
 import os
-import pickle
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 
-import torch.multiprocessing
-from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 from tqdm import tqdm
 
-from common.errors import Interrupted, TrainingError, explain
+from common.errors import Interrupted, explain
 from common.files import no_link
-from trainer.distributed import CONTINUES, RENDEZVOUS_FILE
-from trainer.interrupt import (
-    SECOND,
-    SWEEP_PID,
-    ForwardedStop,
-    StopRequest,
-    StopSignal,
-    surviving_closed,
-    watch_parent,
-)
+from common.terminal import say, surviving_closed
 
-# ---------------------------------------------------------------------- the ranks of a run
+SWEEP_PID = "SAGEBWD_SWEEP_PID"  # environment variable: the process of the sweep that started this one
+SECOND = "; a second Ctrl-C stops at once, without saving"
 
 
-def start(work: Callable[..., None], *arguments: object, processes: int) -> None:
-    """Run `work(*arguments)` in `processes` fresh processes of this machine and wait for all.
+class StopRequest:
+    """Within this context, remembers the first signal that asks to stop: the run ends its step and saves.
 
-    If one fails the others are stopped, those that do not react within 30 s by SIGKILL. If this process ends
-    in any way, they end too. Raises TrainingError with the first failure's message, and Interrupted if the
-    processes were asked to stop.
+    A second SIGINT stops at once, but a checkpoint that is being written is completed. Clusters send SIGUSR1
+    or SIGUSR2 some time before they end a job. SIGHUP comes when a terminal or a connection is closed; under
+    nohup, which ignores it, it stays ignored.
     """
-    # The folder is private to this user: mkdtemp gives it the mode 0700.
-    with (
-        ForwardedStop() as stop,
-        tempfile.TemporaryDirectory(prefix="sagebwd-", ignore_cleanup_errors=True) as name,
-    ):
-        folder = Path(name)
+
+    SIGNALS = (
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGHUP,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    )
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self.interrupts = 0  # how many SIGINTs came
+        self._at_once = False
+        self._wakeup: int | None = None
+
+    def __enter__(self) -> "StopRequest":
+        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+        self._previous = {
+            number: signal.signal(number, self._handle) for number in self.SIGNALS if number not in ignored
+        }
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup)
+
+    def announce(self) -> None:
+        """From now on say, when a signal comes, what it does.
+
+        In a thread that Python's C handler wakes: `_handle` waits until this one is back from C, which may
+        take a whole step.
+        """
+        reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        threading.Thread(target=_say_what_stops, args=(reader,), name="stop", daemon=True).start()
+
+    @contextmanager
+    def at_once(self, message: str) -> Iterator[None]:
+        """Within this context a signal raises Interrupted, with this message, wherever the run is.
+
+        For work before the first step that has nothing to save.
+        """
+        self._at_once = True
         try:
-            with _temporary_files_in(name):
-                started = torch.multiprocessing.spawn(
-                    _run, (processes, folder, work, arguments), nprocs=processes, join=False
-                )
-            while not started.join():
-                pass
-        except ProcessRaisedException as error:
-            raise TrainingError(f"{error}\nrank {error.error_index} failed. {CONTINUES}") from None
-        except ProcessExitedException as error:
-            rank, code = error.error_index, error.exit_code
-            if told := _told(folder, rank):
-                raise told from None
-            if stop.signal and code in (-stop.signal, -signal.SIGTERM, 1):  # 1: while it was importing
-                raise Interrupted(f"stopped before its first step. {CONTINUES}", stop.signal) from None
-            death = describe_death(error.error_pid, code)
-            raise TrainingError(f"rank {rank} {death}. {CONTINUES}") from None
-        stopped = next(filter(None, (_told(folder, rank) for rank in range(processes))), None)
-    if stopped and stop.signal:
-        stop.call_previous_handler()
-        raise Interrupted(str(stopped), stop.signal)
-    if stopped:
-        raise stopped
+            if self.signal:
+                raise KeyboardInterrupt
+            yield
+        except KeyboardInterrupt:
+            raise Interrupted(message, self.signal or signal.SIGINT) from None
+        finally:
+            self._at_once = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.signal = self.signal or number
+        self.interrupts += number == signal.SIGINT
+        self._react(number)
+
+    def _react(self, number: int) -> None:
+        if self._at_once or (number == signal.SIGINT and self.interrupts >= 2):
+            self._at_once = False  # the next signal must not interrupt the cleaning up
+            # Not Interrupted: code that handles every Exception would go on with its work.
+            raise KeyboardInterrupt
 
 
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """torch unpickles what a rank that fails leaves in a temporary file: nobody else may write it."""
-    before = tempfile.tempdir
-    tempfile.tempdir = folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
+class ForwardedStop(StopRequest):
+    """In the process that started the ranks: asks them to stop."""
+
+    def _react(self, number: int) -> None:
+        ranks = multiprocessing.active_children()
+        if not ranks:
+            raise Interrupted("stopped before the run began; the same command starts it", number)
+        for process in ranks:
+            # A terminal sends SIGINT to the ranks, too, and a second SIGINT would stop them at once.
+            os.kill(process.pid, signal.SIGTERM)
+
+    def call_previous_handler(self) -> None:
+        """After the ranks have saved: run the handler installed before, in which submitit requeues a job."""
+        previous = self._previous[self.signal]
+        if callable(previous) and previous not in (signal.default_int_handler, _exit):
+            previous(self.signal, None)
 
 
-def _run(
-    rank: int, processes: int, folder: Path, work: Callable[..., None], arguments: tuple[object, ...]
-) -> None:
-    """The process of a rank. Being asked to stop is no failure: the other ranks may still be saving."""
-    try:
-        watch_parent(multiprocessing.parent_process().pid)
-        os.environ.update(_environment(rank, processes, folder))
-        work(*arguments)
-    except Interrupted as stop:
-        _tell(folder, rank, stop)
-    except TrainingError as error:
-        _tell(folder, rank, TrainingError(str(error)))
-        sys.exit(1)
-    except KeyboardInterrupt:  # a second Ctrl-C
-        _tell(folder, rank, Interrupted(f"stopped at once. {CONTINUES}", signal.SIGINT))
+class StopSignal(StopRequest):
+    """In a process that starts commands of their own: only remembers."""
+
+    def _react(self, number: int) -> None:
+        pass
 
 
-def _tell(folder: Path, rank: int, error: Exception) -> None:
-    (folder / f"rank_{rank}").write_bytes(pickle.dumps(error))
+def _say_what_stops(reader: int) -> None:
+    """Say once what a signal that asks to stop does; `reader` gives the numbers of all signals."""
+    said = False
+    with open(reader, "rb", buffering=0) as signals:
+        while number := signals.read(1):
+            if number[0] in StopRequest.SIGNALS and not said:
+                tqdm.write(f"stopping when this step is done and saved{SECOND}", file=sys.stderr)
+                said = True
 
 
-def _told(folder: Path, rank: int) -> TrainingError | Interrupted | None:
-    """The error that a rank left."""
-    file = folder / f"rank_{rank}"
-    return pickle.loads(file.read_bytes()) if file.exists() else None
+def exit_on_signals() -> None:
+    """Let signals that ask to stop end this process like sys.exit, so that it can say what it has done."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _exit)
 
 
-def _environment(rank: int, processes: int, folder: Path) -> dict[str, str]:
-    """What torchrun would set, without its network address."""
-    environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
-    if processes == 1:
-        return environment
-    environment[RENDEZVOUS_FILE] = str(folder / "rendezvous")
-    # As torchrun: NCCL ends a process whose neighbours do not answer.
-    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    # The loopback device: lo on Linux, lo0 on macOS.
-    for _, device in socket.if_nameindex():
-        if device in ("lo", "lo0"):
-            environment |= {"GLOO_SOCKET_IFNAME": device, "NCCL_SOCKET_IFNAME": device}
-    return environment
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
+
+
+def end_with_sweep() -> None:
+    """`watch_parent`, if a sweep started this process as a command of its own."""
+    if parent := os.environ.pop(SWEEP_PID, None):
+        watch_parent(int(parent))
+
+
+def watch_parent(parent: int) -> None:
+    """Kill this process, within a second or two, when its parent is no longer the process `parent`.
+
+    Without its parent a rank would train on, hold the run's lock, and at the end wait forever. What it had
+    not saved is trained again.
+    """
+    threading.Thread(target=_kill_without, args=(parent,), name="parent", daemon=True).start()
+
+
+def _kill_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def under_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def describe_death(pid: int, code: int) -> str:
@@ -192,7 +231,7 @@ def run_all(
     gpus: as CUDA_VISIBLE_DEVICES names them; at least as many as any job needs. A GPU that is listed n times
     is shared by up to n jobs; then each job must need one GPU. When a signal asks to stop, the running jobs
     are asked to, and no new ones begin. Returns its number, or None. If this process is killed, the jobs that
-    call `interrupt.end_with_sweep`, as train.py does, end.
+    call `end_with_sweep`, as train.py does, end.
     """
     waiting, running, told = deque(jobs), list[_Running](), 0
     with (
@@ -300,3 +339,10 @@ class _Running:
 
 def _say(text: str) -> None:
     tqdm.write(text, file=sys.stderr)
+
+
+def forget_one_run(planned: int) -> None:
+    """Drop W&B's variables that name one run, where several are planned: all would write into that one."""
+    for variable in ("WANDB_RUN_ID", "WANDB_NAME"):
+        if planned > 1 and os.environ.pop(variable, None):
+            say(f"{variable} is ignored: it names one run, and {planned} are planned")

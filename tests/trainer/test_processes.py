@@ -10,7 +10,7 @@ import pytest
 
 from tests import warm
 from tests.processes import descendants, is_running, wait_until
-from trainer.launch import Job, run_all
+from trainer.processes import Job, run_all
 
 TIMES = "echo $CUDA_VISIBLE_DEVICES; date +%s.%N; sleep 0.4; date +%s.%N"
 
@@ -153,7 +153,7 @@ def test_the_running_ones_save_when_the_terminal_is_gone(tmp_path):
 
 CHILD = """
 import time
-from trainer.interrupt import end_with_sweep
+from trainer.processes import end_with_sweep
 end_with_sweep()
 print("ready", flush=True)
 time.sleep(60)

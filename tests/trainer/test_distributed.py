@@ -13,10 +13,10 @@ from common.errors import Interrupted, TrainingError
 from tests import warm
 from tests.cli import assert_same_run, wait_for_step
 from tests.processes import LOOPBACK, descendants, is_running, listening_addresses, wait_until
-from trainer import launch
+from trainer import distributed, processes
 from trainer.loop import train
-from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
+from trainer.start import TrainingDirectory
 
 SHORT = ("steps=8", "checkpoint_every=2", "sample_tokens=0", "hardware.micro_batch=2")
 HELD_AT = 5
@@ -31,9 +31,9 @@ def train_and_hold(settings: Settings) -> None:
 
 
 def start_forked(work: Callable[..., None], argument: object, processes: int) -> None:
-    """launch.start in a process whose ranks need not import all again."""
+    """distributed.start in a process whose ranks need not import all again."""
     warm.ranks_are_forked()
-    launch.start(work, argument, processes=processes)
+    distributed.start(work, argument, processes=processes)
 
 
 @needs_proc
@@ -51,7 +51,7 @@ def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(da
     start.kill()
     start.join()
     assert wait_until(lambda: not any(map(is_running, running)), seconds=5)
-    with RunDirectory(tmp_path / "killed").locked():
+    with TrainingDirectory(tmp_path / "killed").locked():
         pass
     if processes == 1:
         assert addresses == []
@@ -73,7 +73,7 @@ def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(da
     ],
 )
 def test_a_process_that_ends_without_a_word_is_described(code, told):
-    assert launch.describe_death(17, code).startswith(f"(process 17) {told}")
+    assert processes.describe_death(17, code).startswith(f"(process 17) {told}")
 
 
 def end_with(code: int) -> None:
@@ -91,7 +91,7 @@ def is_interrupted_twice() -> None:
 
 def test_a_second_ctrl_c_is_said_to_stop_at_once():
     with pytest.raises(Interrupted, match=r"^stopped at once"):
-        warm.call(functools.partial(launch.start, is_interrupted_twice, processes=1))
+        warm.call(functools.partial(distributed.start, is_interrupted_twice, processes=1))
 
 
 def refuse() -> None:
@@ -101,10 +101,10 @@ def refuse() -> None:
 @pytest.mark.parametrize(("code", "raised"), [(1, Interrupted), (7, TrainingError)])
 def test_a_process_that_ended_because_it_was_asked_to_did_not_fail(code, raised):
     with pytest.raises(raised):
-        warm.call(functools.partial(launch.start, end_with, code, processes=1))
+        warm.call(functools.partial(distributed.start, end_with, code, processes=1))
 
 
 def test_an_error_for_the_user_arrives_without_a_traceback():
     """From a process that is started, not forked, as users' are."""
     with pytest.raises(TrainingError, match=r"^the disk is full$"):
-        launch.start(refuse, processes=1)
+        distributed.start(refuse, processes=1)
