@@ -10,7 +10,6 @@
 
 struct Arguments {
     const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_k;
-    const u8* packed_k_columns;  // read if S is in 16 bits
     TokenTensor v, grad;
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them

@@ -90,7 +90,8 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index, stage = shared + RING + keys.index * STAGE_BYTES;
             barrier_expect_bytes(full, K_AND_V_BYTES + K_TILE);
-            copy_k_and_v(stage + K_ROWS, k_scale_of(shared, keys.index), a.packed_kv, maps, block, kv_head, tile * BLOCK_KV, full);
+            const u32 k_scale = k_scale_of(shared, keys.index);
+            copy_k_and_v(stage + K_ROWS, k_scale, a.packed_kv, maps, block, kv_head, tile * BLOCK_KV, full);
             bulk_copy(stage + K_COLUMNS, a.packed_k_columns + block * K_TILE, K_TILE, full);
             keys.advance();
         }
