@@ -30,7 +30,6 @@ ATTENTION = {
     "sagebwd": Style("#0072B2", "-", "s"),
     "sagebwd_paper": Style("#D55E00", "--", "^", "///"),
     "sagebwd_consistent": Style("#009E73", "-.", "D", "\\\\\\"),
-    "sagebwd_accurate": Style("#CC79A7", ":", "v", "..."),
     "sagebwd_strictly_causal": Style("#E69F00", (0, (5, 1, 1, 1)), "P", "xxx"),
     "sagebwd_low_bias": Style("#56B4E9", (0, (1, 1)), "X", "oo"),
     "sagebwd_int8_scores": Style("#8C564B", (0, (3, 1, 1, 1, 1, 1)), "<", "++"),

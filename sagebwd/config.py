@@ -142,22 +142,6 @@ class SageConfig:
         return cls(**{"smooth_k": False, "operand_scales": "token"} | changes)
 
     @classmethod
-    def accurate(cls, **changes: Any) -> SageConfig:
-        """Small errors of dQ and dK with large logits, too: S and O in 16 bit; dV, dQ and dK in INT8.
-
-        Most of the default's error in dQ and dK comes from S, through P, where logits are large, and from O,
-        through δ, elsewhere. 16-bit S and O leave only their rounding, and S needs no smoothing. The
-        remaining error is the rounding of dS, which 64 keys per scale instead of 128 reduce. (When the rows
-        of V are similar, the rounding of a 16-bit O is enough to spoil δ: see :meth:`consistent`.)
-
-        As with :meth:`strictly_causal`, finite later tokens change no output or gradient of a query, and dQ
-        is worse where the channels of K have a strong mean. Costs 15 units of tensor-core time, compared with
-        11 for the default and 18 for 16-bit attention.
-        """
-        own = {"int8_matmuls": ("dv", "dq", "dk"), "block_q": 64, "block_kv": 64}
-        return cls.strictly_causal(**own | changes)
-
-    @classmethod
     def consistent(cls, **changes: Any) -> SageConfig:
         """16-bit P, and a δ consistent with the backward's P and dP: relative L2 errors of 1–2% in dQ and dK.
 
@@ -280,7 +264,6 @@ PRESETS: dict[str, SageConfig] = {
     "paper": SageConfig.paper(),
     "consistent": SageConfig.consistent(),
     "int8_scores": SageConfig.int8_scores(),
-    "accurate": SageConfig.accurate(),
     "strictly_causal": SageConfig.strictly_causal(),
 }
 

@@ -38,8 +38,8 @@ OUTSIDE = "outside the model"
 #: as in 16 bit, and if the gradients of all weights have at least this cosine to those in full precision.
 LARGEST_ERROR, SMALLEST_COSINE = 0.1, 0.99
 #: The first of these that is good enough is recommended: cheapest first, and on Hopper fastest first.
-CHEAPEST_FIRST = ("default", "low_bias", "consistent", "int8_scores", "accurate")
-FASTEST_ON_HOPPER = ("int8_scores", "consistent", "default", "low_bias", "accurate")
+CHEAPEST_FIRST = ("default", "low_bias", "consistent", "int8_scores")
+FASTEST_ON_HOPPER = ("int8_scores", "consistent", "default", "low_bias")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Diagnosis:
 
     def _recommendation(self) -> str:
         if self.recommended is None:
-            return "full precision"
+            return "full-precision attention, FlashAttention or cuDNN: no preset is good enough"
         name = "" if self.recommended == "default" else f".{self.recommended}"
         worst = max(layer.gradient_error(self.recommended) for layer in self.layers)
         cosine = self.cosines[self.recommended]

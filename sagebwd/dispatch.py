@@ -3,7 +3,7 @@
 Kernel sets, fastest first:
 
     hopper      CUDA, wgmma: NVIDIA GPUs of compute capability 9.0
-    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere; on Hopper after Triton if S is in 16 bits
+    ampere      CUDA, mma.sync: NVIDIA GPUs since Ampere
     triton      NVIDIA GPUs since Ampere
     reference   plain PyTorch: any device, slow; what CPU tensors run
 
@@ -39,7 +39,6 @@ from sagebwd.kernel_rules import (
     Call,
     Rule,
     describe,
-    has_16_bit_s,
     obstacles,
     use_instead,
 )
@@ -59,8 +58,6 @@ def not_chosen(kernels: str, call: Call) -> list[Rule]:
     request = f'pass kernels="{kernels}" to run it'
     if kernels in ("hopper", "ampere") and call.gpu == ABSENT_GPU:
         return [Rule(False, "it is not known which GPU will run this", request)]
-    if kernels == "ampere" and call.gpu and call.gpu.capability == HOPPER and has_16_bit_s(call.config):
-        return [Rule(False, "on Hopper Triton, which has wgmma there, is faster with S in 16 bits", request)]
     if kernels == "reference" and call.device not in REFERENCE_DEVICES:
         return [Rule(False, "it is slow", request)]
     return []

@@ -21,9 +21,8 @@ LARGEST_HEAD_DIM = 256
 #: Triton: INT8 tensor cores contract 32 tokens or more, and tiles are powers of two.
 TRITON_BLOCKS = (32, 64, 128)
 #: Tiles, (queries, keys), for head sizes that are padded to 64 or 128; larger ones have TILE_OF_LARGE_HEADS.
-#: Of the Hopper kernels those with granularity="block" and with S in 16 bits, besides TILE; all of the Ampere
-#: kernels.
-HOPPER_TILE_WITH_SCALES, HOPPER_TILE_WITH_16_BIT_S = (128, 64), (64, 64)
+#: Of the Hopper kernels that with granularity="block", besides TILE; all of the Ampere kernels.
+HOPPER_TILE_WITH_SCALES = (128, 64)
 AMPERE_TILES = (TILE, (128, 64), (64, 64))
 CUDA_HEAD_DIMS = range(33, 129)
 #: Products that may run in 16 bit: with the Ampere kernels, with the Hopper kernels. The paper's other INT8
@@ -122,17 +121,9 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         return  # what else is in the way does not matter
     config, own_tile, has_large_heads = call.config, call.config.tile(call.head_dim), is_large(call.head_dim)
     has_tile_scales = config.granularity == "block" and not has_large_heads
-    s_16bit = has_16_bit_s(config) and not has_large_heads
     tile, in_16_bit = _hopper_variant(config, has_large_heads=has_large_heads)
     may_have_scales = not has_large_heads and own_tile == HOPPER_TILE_WITH_SCALES
     yield from _rules_of_cuda_kernels(call, (tile,), in_16_bit, has_tile_scales=may_have_scales)
-    if s_16bit:
-        yield _s_in_16_bit(config, has_64_keys=own_tile[1] == 64)
-        yield Rule(
-            config.operand_scales == "token",
-            "operand_scales is 'block', and s_fwd and s_bwd are not in INT8",
-            "set operand_scales='token'",
-        )
     yield Rule(
         config.is_int8("dk") or not (config.is_int8("dv") or config.is_int8("dq")),
         "dk is not in INT8, and dv or dq is",
@@ -145,7 +136,7 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
     )
     yield _without_fp16_accumulation(config)
     yield _has_cuda_compiler(call)
-    if has_tile_scales or not (s_16bit or all(map(config.is_int8, HOPPER_16_BIT_MATMULS))):
+    if has_tile_scales or not all(map(config.is_int8, HOPPER_16_BIT_MATMULS)):
         yield _scales_of_blocks(config)
 
 
@@ -155,8 +146,6 @@ def _hopper_variant(config: SageConfig, *, has_large_heads: bool) -> tuple[tuple
         return TILE_OF_LARGE_HEADS, CUDA_16_BIT_MATMULS
     if config.granularity == "block":
         return HOPPER_TILE_WITH_SCALES, ()
-    if has_16_bit_s(config):
-        return HOPPER_TILE_WITH_16_BIT_S, ("o", "s_fwd", "s_bwd")
     return TILE, HOPPER_16_BIT_MATMULS
 
 
@@ -166,20 +155,16 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
     if call.gpu is None:
         return
     config, tile = call.config, call.config.tile(call.head_dim)
-    has_64_keys, is_small = tile[1] == 64, not is_large(call.head_dim)
-    s_16bit = has_16_bit_s(config)
+    has_64_keys = tile[1] == 64
     yield _since_ampere(call.gpu)
-    tiles = AMPERE_TILES if is_small else (TILE_OF_LARGE_HEADS,)
-    matmuls_in_16_bit = (*CUDA_16_BIT_MATMULS, *(("s_fwd", "s_bwd") if s_16bit else ()))
-    yield from _rules_of_cuda_kernels(call, tiles, matmuls_in_16_bit, has_tile_scales=has_64_keys)
+    tiles = (TILE_OF_LARGE_HEADS,) if is_large(call.head_dim) else AMPERE_TILES
+    yield from _rules_of_cuda_kernels(call, tiles, has_tile_scales=has_64_keys)
     yield Rule(
         config.is_int8("dv") or not has_64_keys,
         "dv is not in INT8, and tiles have 64 keys",
         "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
         warns=True,
     )
-    if s_16bit:
-        yield _s_in_16_bit(config, has_64_keys=has_64_keys and is_small)
     yield Rule(
         not config.dp_fp16_accumulation or (config.is_int8("dv") and config.operand_scales == "block"),
         "dp_fp16_accumulation is True, and dv is not in INT8 or operand_scales is not 'block'",
@@ -187,7 +172,7 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
         warns=True,
     )
     yield _has_cuda_compiler(call)
-    if not s_16bit and not all(map(config.is_int8, CUDA_16_BIT_MATMULS)):
+    if not all(map(config.is_int8, CUDA_16_BIT_MATMULS)):
         yield _scales_of_blocks(config)
 
 
@@ -238,21 +223,6 @@ def use_instead(gpu: GPU | None) -> str:
 def is_large(head_dim: int) -> bool:
     """Whether CUDA kernels pad heads of this size to 256 channels."""
     return head_dim > CUDA_HEAD_DIMS[-1]
-
-
-def has_16_bit_s(config: SageConfig) -> bool:
-    """Whether S is in 16 bits, forward and backward."""
-    return not (config.is_int8("s_fwd") or config.is_int8("s_bwd"))
-
-
-def _s_in_16_bit(config: SageConfig, *, has_64_keys: bool) -> Rule:
-    return Rule(
-        has_64_keys and not config.is_int8("o") and not config.smooths_k,
-        "s_fwd and s_bwd are not in INT8",
-        "add them to int8_matmuls, or remove 'o', too, and set smooth_k=False and block_kv=64, for up to 128 "
-        "channels",
-        warns=True,
-    )
 
 
 def _without_fp16_accumulation(config: SageConfig) -> Rule:

@@ -176,7 +176,7 @@ def watch_logits(name: str, q: Tensor, k: Tensor, scale: float | None, config: S
         warnings.warn(
             f"{name}: logits reach {largest:.0f}, and from about {LARGEST_LOGIT:.0f} on gradients through an "
             "INT8 S may err by more than 10%; measure with sagebwd.diagnose(model, *inputs), or use "
-            "SageConfig.accurate()",
+            "full-precision attention",
             stacklevel=3,
         )
 

@@ -81,7 +81,6 @@ CASES = {
     "wide_token_scales": Case(SageConfig.strictly_causal(), tokens=200, head_dim=120),
     "wide_paper": Case(SageConfig.paper(), tokens=300, head_dim=56),
     "wide_paper_128": Case(SageConfig.paper(), tokens=300, head_dim=120),
-    "wide_accurate": Case(SageConfig.accurate(), tokens=200, head_dim=120),
     "wide_256": Case(tokens=200, head_dim=248),
     "wide_256_packed": Case(tokens=200, head_dim=248, boundaries=(0, 33, 33, 165)),
     "wide_token_scales_256": Case(SageConfig.strictly_causal(), tokens=200, head_dim=248),

@@ -165,7 +165,6 @@ CONFIGS = {
     "smooth-v": ("sagebwd smooth V", SageConfig(smooth_v=True), BOUND_INT8),
     "strictly-causal": ("sagebwd strictly causal", SageConfig.strictly_causal(), BOUND_INT8),
     "paper": ("sagebwd paper", SageConfig.paper(), BOUND_PAPER),
-    "accurate": ("sagebwd accurate", SageConfig.accurate(), BOUND_INT8),
     "consistent": ("sagebwd consistent", SageConfig.consistent(), BOUND_INT8),
     "int8-scores": ("sagebwd S alone in INT8", SageConfig.int8_scores(), BOUND_INT8),
     "16-bit-p": ("sagebwd P in 16 bit", replace(SageConfig.consistent(), compensate_o=False), BOUND_INT8),

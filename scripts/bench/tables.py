@@ -332,7 +332,6 @@ LOOKS = {
     "sagebwd low bias": _preset("SageBwd, low bias", "sagebwd_low_bias"),
     "sagebwd paper": _preset("SageBwd, paper", "sagebwd_paper"),
     "sagebwd consistent": _preset("SageBwd, consistent", "sagebwd_consistent"),
-    "sagebwd accurate": _preset("SageBwd, accurate", "sagebwd_accurate"),
     "sagebwd strictly causal": _preset("SageBwd, strictly causal", "sagebwd_strictly_causal"),
     "sagebwd S alone in INT8": _preset("SageBwd, S alone in INT8", "sagebwd_int8_scores"),
     "sagebwd P in 16 bit": _variant("16-bit P", "+++"),

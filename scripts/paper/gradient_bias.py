@@ -95,7 +95,6 @@ SETTINGS = {
     "paper_no_smooth_k": replace(SageConfig.paper(), smooth_k=False),
     "default": SageConfig(),
     "consistent": SageConfig.consistent(),
-    "accurate": SageConfig.accurate(),
     "strictly_causal": SageConfig.strictly_causal(),
     "smooth_v": replace(SageConfig(), smooth_v=True),
     "unsigned_p": replace(SageConfig(), unsigned_p=True),

@@ -28,7 +28,7 @@ GROUP_TITLES = {
     "norms": "other norms",
 }
 
-#: The settings in the table of checkpoints.
+#: The settings in the table of checkpoints. "accurate" is in results alone: the preset is gone.
 LINES = (
     *(CONTROL, "paper", "default", "consistent", "accurate", "strictly_causal", "smooth_v_unsigned_p"),
     "all_int8",

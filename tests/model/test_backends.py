@@ -257,7 +257,7 @@ def test_every_setting_of_the_library_can_be_set():
         assert getattr(config, field.name) in (value, ()), field.name
 
 
-@pytest.mark.parametrize("name", ["paper", "consistent", "accurate", "strictly_causal"])
+@pytest.mark.parametrize("name", ["paper", "consistent", "strictly_causal"])
 def test_a_preset_is_the_librarys_and_what_is_set_replaces_it(name):
     preset = getattr(SageConfig, name)()
     assert config_of(sage(preset=name)) == preset

@@ -43,7 +43,7 @@ def test_int8_matmuls_are_normalised_so_that_equal_settings_are_equal_and_hashab
     [
         *((config, None) for config in PRESETS.values()),
         (SageConfig(smooth_q=True), "SageConfig(smooth_q=True)"),
-        (SageConfig.accurate(block_q=128), "SageConfig.accurate(block_q=128)"),
+        (SageConfig.consistent(block_q=128), "SageConfig.consistent(block_q=128)"),
         (replace(SageConfig.paper(), int8_matmuls=[]), "SageConfig.paper(int8_matmuls=())"),
         (SageConfig.low_bias(unsigned_p=False), "SageConfig(smooth_v=True)"),  # nearer
     ],

@@ -86,13 +86,13 @@ def test_every_setting_has_its_kernels():
 def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
     found = dispatch.architectures(PRESETS[name], head_dim)
     kernels = {device: own.kernels for device, own in found.items()}
-    only_up_to_128 = ("paper", "consistent", "accurate")
+    only_up_to_128 = ("paper", "consistent")
     has_ampere = name != "int8_scores" and not (head_dim > 128 and name in only_up_to_128)
     since_ampere = dict.fromkeys(
         ("8.0", "8.6", "8.9", "10.0", "10.3", "12.0"), "ampere" if has_ampere else "triton"
     )
     has_hopper = 40 <= head_dim <= 128 or (head_dim > 128 and PRESETS[name] in PRESETS_OF_LARGE_HEADS)
-    hopper = "hopper" if has_hopper else "ampere" if has_ampere and name != "accurate" else "triton"
+    hopper = "hopper" if has_hopper else "ampere" if has_ampere else "triton"
     assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
     for device, own in found.items():
         faster = dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(own.kernels)]
@@ -120,10 +120,8 @@ def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose
         assert choose(gpu, config, kernels=told, **settings) == told
 
 
-def test_on_hopper_the_ampere_kernels_come_before_triton_s_unless_s_is_in_16_bits():
+def test_on_hopper_the_ampere_kernels_come_before_triton_s():
     assert explain_call(call(config=OTHER_TILES)).kernels == "ampere"
-    found = explain_call(call(config=ACCURATE, head_dim=32)).reasons["ampere"]
-    assert found.endswith('is faster with S in 16 bits (pass kernels="ampere" to run it)')
     assert explain_call(call(RTX_4090, SageConfig(block_q=32, block_kv=32))).kernels == "triton"
 
 
@@ -143,7 +141,7 @@ def test_a_preset_without_cuda_kernels_is_told_one_that_has_them(choose, name):
     assert explain_call(call(config=SageConfig(smooth_q=True))).faster_preset is None  # reasons say enough
 
 
-PAPER, STRICT, ACCURATE = SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()
+PAPER, STRICT = SageConfig.paper(), SageConfig.strictly_causal()
 DP_IN_FP16 = SageConfig(dp_fp16_accumulation=True)
 #: (kernels, GPU, settings, head size): a part of what is in the way.
 IN_THE_WAY = (
@@ -151,9 +149,7 @@ IN_THE_WAY = (
     ("hopper", H200, replace(PAPER, block_q=None, block_kv=None), 64, "granularity is 'block'"),
     ("hopper", H200, replace(PAPER, block_q=64), 64, "set block_q=128 and block_kv=64"),
     ("hopper", H200, replace(PAPER, int8_matmuls=without_int8("dv").int8_matmuls), 64, "dv not in INT8"),
-    ("hopper", H200, replace(ACCURATE, block_q=None, block_kv=None), 64, "s_fwd and s_bwd are not"),
-    ("hopper", H200, replace(ACCURATE, block_q=128), 64, "set block_q=64 and block_kv=64"),
-    ("hopper", H200, replace(ACCURATE, int8_matmuls=("s_fwd", "dv", "dq", "dk")), 64, "s_bwd not in INT8"),
+    ("hopper", H200, without_int8("s_fwd", "s_bwd"), 64, "s_fwd, s_bwd not in INT8 (add them to"),
     ("hopper", H200, without_int8("dk"), 64, "dk is not in INT8, and dv or dq is"),
     ("hopper", H200, PAPER, 256, "granularity is 'block' (set granularity='row')"),
     ("hopper", H200, SageConfig.int8_scores(), 256, "dq, dk not in INT8"),
@@ -168,8 +164,7 @@ IN_THE_WAY = (
     ("ampere", A100, SageConfig(smooth_q=True), 64, "smooth_q is True"),
     ("ampere", A100, without_int8("dv", block_kv=64), 64, "dv is not in INT8, and tiles have 64 keys"),
     ("ampere", A100, PAPER, 256, "block_q is 128 and block_kv 64"),
-    ("ampere", A100, without_int8("s_fwd", "s_bwd", block_kv=64), 64, "s_fwd and s_bwd are not in INT8"),
-    ("ampere", A100, without_int8("s_fwd"), 64, "s_fwd not in INT8"),
+    ("ampere", A100, without_int8("s_fwd", "s_bwd"), 64, "s_fwd, s_bwd not in INT8 (add them to"),
     ("ampere", A100, SageConfig(granularity="block"), 64, "granularity is 'block'"),
     ("ampere", A100, replace(STRICT, dp_fp16_accumulation=True), 64, "and set operand_scales='block'"),
     ("ampere", A100, without_int8("dv", dp_fp16_accumulation=True), 64, "or add 'dv' to int8_matmuls"),
@@ -362,7 +357,7 @@ def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     assert choose(A100) == "ampere"
     message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
     with pytest.raises(NotImplementedError, match=message):
-        choose(H200, ACCURATE, head_dim=32)
+        choose(dispatch.ABSENT_GPU)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
 

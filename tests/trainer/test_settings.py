@@ -72,7 +72,7 @@ def test_known_names_pass(arguments):
         ("experiment=quickstrat", "did you mean experiment=quickstart?"),
         ("tps=260K", "did you mean tps=260k?"),
         ("model=llama_325m,LLAMA_1B", "did you mean model=llama_1b?"),
-        ("attention=sage_accurate", "did you mean attention=sagebwd_accurate?"),
+        ("attention=sage_consistent", "did you mean attention=sagebwd_consistent?"),
         ("+experiment=dbug", "did you mean experiment=debug?"),
         ("hardware=tpu", "hardware has no option 'tpu'; "),
         ("hydra/launcher=local_gpu", "did you mean hydra/launcher=local_gpus?"),

@@ -25,7 +25,6 @@ from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.packing import (
     PackedLayout,
     Packer,
-    has_token_scales,
     mean_alone,
     packed_head_dim,
     with_whole_pieces,
@@ -41,7 +40,7 @@ class CBackward(ctypes.Structure):
     """``Arguments`` of backward.cuh."""
 
     _fields_ = [
-        *pointers("packed_q", "packed_grad", "packed_q_columns", "packed_k", "packed_k_columns"),
+        *pointers("packed_q", "packed_grad", "packed_q_columns", "packed_k"),
         *((name, CTokenTensor) for name in ("v", "grad", "dq", "dk", "dv")),
         *pointers("dq_sums", "turns"),
         ("axes", CAxes),
@@ -86,14 +85,12 @@ def _launch(
         p_16bit, defines: macros that only this kernel knows.
     """
     config, head_dim = params.config, packed_head_dim(q.shape[3])
-    tile, s_16bit = config.tile(q.shape[3]), not config.is_int8("s_fwd")
-    token_scales = has_token_scales(name, config)
-    shape = {"p_16bit": p_16bit, "token_scales": token_scales, "s_16bit": s_16bit}
-    cta = cta_shape(name, head_dim, tile, **shape)
+    tile, token_scales = config.tile(q.shape[3]), config.operand_scales == "token"
+    cta = cta_shape(name, head_dim, tile, p_16bit=p_16bit, token_scales=token_scales)
     kernel = launch.load_attention_kernel(
         sources_for(_architecture(q.device)), name, q, params,
         head_dim=head_dim, threads=cta.threads, shared_bytes=cta.shared_bytes,
-        TOKEN_SCALES=token_scales, P_16BIT=p_16bit, S_16BIT=s_16bit, TILE_Q=tile[0], TILE_KV=tile[1],
+        TOKEN_SCALES=token_scales, P_16BIT=p_16bit, TILE_Q=tile[0], TILE_KV=tile[1],
         UNPACKED_16BIT=True, **defines,
     )  # fmt: skip
     grid = arguments.axes.work_tiles
@@ -138,9 +135,6 @@ def backward(
         grad_out, q, k, v, saved, params, grad_lse,
         axes=axes, packer=_packer_for(q, config), gradients=gradients, counters=q_blocks + 1,
     )  # fmt: skip
-    # Of K in INT8 each CTA makes its own columns.
-    has_int8_s = config.is_int8("s_bwd")
-    packed_k_columns = None if has_int8_s else call.packer.pack_k_columns(call.packed_kv, k, axes.kv)
     # dQ of each packed block of queries, added up block of keys by block of keys.
     (block_q, block_kv), head_dim = config.tile(q.shape[3]), packed_head_dim(q.shape[3])
     dq_sums = q.new_empty((q_blocks, block_q * head_dim), dtype=torch.float32)
@@ -148,11 +142,11 @@ def backward(
     tile_counter = turns + 4 * q_blocks
     work = CAxes.of(q, k, axes, of_keys=True, tokens=block_kv, tile_counter=tile_counter)
     arguments = CBackward(
-        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv, packed_k_columns),
+        *addresses(call.packed_q, call.packed_grad, call.columns, call.packed_kv),
         CTokenTensor.of(v), CTokenTensor.of(grad_out), *(x.target for x in gradients),
         dq_sums.data_ptr(), turns, work, params.scale,
     )  # fmt: skip
-    source = backward_source((block_q, block_kv), head_dim, s_16bit=not has_int8_s)
+    source = backward_source((block_q, block_kv), head_dim)
     scales_of_tiles = config.granularity == "block"
     macros = {"SCALES_OF_TILES": scales_of_tiles, "DP_FP16": config.dp_fp16_accumulation, **call.macros}
     _launch(source, q, params, arguments, **macros)

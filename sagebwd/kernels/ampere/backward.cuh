@@ -10,7 +10,6 @@
 
 struct Arguments {
     const u8 *packed_q, *packed_grad, *packed_q_columns, *packed_k;
-    const u8* packed_k_columns;  // read if S is in 16 bits
     TokenTensor v, grad;
     TokenTensor dq, dk, dv;
     float* dq_sums;  // of each packed block of queries, as this kernel's threads hold them
@@ -93,11 +92,11 @@ __device__ __forceinline__ void copy_q_and_grad(u32 shared, const Arguments& a, 
                                                 const u16* grad, int thread = threadIdx.x) {
     const i64 block = packed_block(a, work, at);
     const int first_query = work.first_query + at.block * BLOCK_Q;
-    copy_block<COPIERS, Q_ROWS_TILE>(shared, a.packed_q + block * PACKED_Q_BYTES, thread);
+    copy_block<COPIERS, Q_TILE>(shared, a.packed_q + block * PACKED_Q_BYTES, thread);
     grad += at.head * a.grad.stride_h + first_query * a.grad.stride_n;
     if (!DP_IS_FP16)
-        copy_tokens<COPIERS, BLOCK_Q>(shared + Q_ROWS_TILE, grad, a.grad.stride_n, work.q.tokens - first_query, a.axes.d, thread);
-    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_ROWS_TILE + (DP_IS_FP16 ? 0 : 2 * Q_TILE),
+        copy_tokens<COPIERS, BLOCK_Q>(shared + Q_TILE, grad, a.grad.stride_n, work.q.tokens - first_query, a.axes.d, thread);
+    copy_block<COPIERS, PACKED_GRAD_BYTES>(shared + Q_TILE + (DP_IS_FP16 ? 0 : 2 * Q_TILE),
                                            a.packed_grad + block * PACKED_GRAD_BYTES, thread);
 }
 

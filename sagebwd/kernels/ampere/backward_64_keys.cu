@@ -14,8 +14,7 @@ static_assert(WARPS == 8);
 // exchange. Where that is too much, rows and the rest lie in one place: rows are no longer needed when P and dS are known.
 constexpr int VALUES = 0;
 constexpr int K_COLUMNS = VALUES + 2 * K_TILE;
-constexpr int KEYS = K_COLUMNS + K_TILE;    // K by rows if it is in 16 bits; otherwise it is in registers
-constexpr int MAXIMA = KEYS + (S_IS_16BIT ? K_ROWS_TILE : 0);  // of two tiles in turn
+constexpr int MAXIMA = K_COLUMNS + K_TILE;  // of two tiles in turn
 constexpr int Q_ROWS = align_up(MAXIMA + 2 * int(sizeof(Maxima)), 256);  // a packed block
 constexpr int ROWS_END = Q_ROWS + align_up(Q_AND_GRAD_BYTES, 256);
 constexpr int COLUMNS_BYTES = PACKED_Q_COLUMNS_BYTES + EXCHANGED_BYTES;
@@ -36,12 +35,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
     const u8* keys = a.packed_k + i64(work.kv_block) * PACKED_KV_BYTES;
-    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     Maxima* maxima = reinterpret_cast<Maxima*>(shared + MAXIMA);
 
     copy_values(base + VALUES, a, work);
-    if (S_IS_16BIT) copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
-    copy_block<THREADS, K_ROWS_TILE>(base + (S_IS_16BIT ? KEYS : Q_ROWS), keys);
+    copy_block<THREADS, K_TILE>(base + Q_ROWS, keys);  // K by rows is needed in registers only
     cp_async_commit();
     clear<THREADS>(maxima[0]);
     clear<THREADS>(maxima[1]);
@@ -49,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     __syncthreads();
     u32 k[D / 8];
     load_keys(k, base + Q_ROWS);
-    if (!S_IS_16BIT) transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
+    transpose_keys(shared + K_COLUMNS, shared + Q_ROWS);
     const float v_scale = convert_values(shared + VALUES);
     __syncthreads();
 
@@ -66,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
     QueryBlocks at = query_blocks(a, work);
     copy_rows(at);
 
-    const KeyScales k_scale = load_key_scales(k_scales_of(keys, k_columns));
+    const KeyScales k_scale = load_key_scales(k_scales_of(keys));
     Sums sums = {};
     int* finished = nullptr;  // the turn that this CTA has taken but not yet passed on
     const int turn = work.first / BLOCK_KV;
@@ -82,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_kernel
         const Tile tile = describe_tile(shared + Q_ROWS, k_scale, v_scale, first_query, a.scale, work, window);
         clear<THREADS>(maxima[(at.left + 1) % 2]);
         Scores scores;
-        compute_scores(scores, largest, tile, k, base + VALUES, base + KEYS, base + Q_ROWS);
+        compute_scores(scores, largest, tile, k, base + VALUES, base + Q_ROWS);
 
         cp_async_wait<0>();
         __syncthreads();  // the maxima are there, the columns too unless they lie where the rows are; nobody needs these

@@ -24,14 +24,13 @@ enum Barrier { FILLED = 4, MAXIMA, FREED, STORED, PAIRS };  // lower numbers bel
 
 // Shared memory: what warps with keys use alone, blocks of queries, then what the others use and what the warps exchange.
 constexpr int VALUES = 0;
-constexpr int KEYS = VALUES + 2 * K_TILE;                               // K by rows if it is in 16 bits
-constexpr int Q_ROWS = KEYS + (S_IS_16BIT ? K_ROWS_TILE : 0);           // a packed block
+constexpr int Q_ROWS = VALUES + 2 * K_TILE;                          // a packed block
 constexpr int Q_COLUMNS = Q_ROWS + align_up(Q_AND_GRAD_BYTES, 256);  // two packed blocks
 constexpr int K_COLUMNS = Q_COLUMNS + 2 * PACKED_Q_COLUMNS_BYTES;
 constexpr int EXCHANGED = K_COLUMNS + K_TILE;
 constexpr int LARGEST = EXCHANGED + EXCHANGED_BYTES;  // maxima of two tiles in turn
 constexpr int SHARED_BYTES = LARGEST + 2 * int(sizeof(Maxima));
-constexpr int K_ROWS = S_IS_16BIT ? KEYS : EXCHANGED;  // INT8 until it is in registers
+constexpr int K_ROWS = EXCHANGED;  // until it is in registers
 static_assert(K_TILE <= EXCHANGED_BYTES && 2 * HALF_STAGING_BYTES <= Q_COLUMNS);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
@@ -64,7 +63,7 @@ __device__ __forceinline__ void own_keys(const Arguments& a, const Window& windo
         const Tile tile = describe_tile(shared + Q_ROWS, k_scale, v_scale, first_query, a.scale, work, window);
         clear<KEY_THREADS>(maxima_of(shared, 1 - parity));
         Scores scores;
-        compute_scores(scores, largest, tile, k, base + VALUES, base + KEYS, base + Q_ROWS);
+        compute_scores(scores, largest, tile, k, base + VALUES, base + Q_ROWS);
 
         barrier_arrive<THREADS>(FREED);
         barrier_sync<KEY_THREADS>(MAXIMA);
@@ -121,11 +120,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_dq_war
     if (!take_work_tile<HALF_BLOCKS>(a.axes, window, work)) return;
     const u32 base = shared_address(shared);
     const u8* keys = a.packed_k + i64(work.kv_block) * PACKED_KV_BYTES;
-    const u8* k_columns = a.packed_k_columns + i64(work.kv_block) * PACKED_K_COLUMNS_BYTES;
     const QueryBlocks at = query_blocks(a, work);
     copy_values(base + VALUES, a, work);
-    if (S_IS_16BIT) copy_block<THREADS, K_TILE>(base + K_COLUMNS, k_columns);
-    copy_block<THREADS, K_ROWS_TILE>(base + K_ROWS, keys);
+    copy_block<THREADS, K_TILE>(base + K_ROWS, keys);
     if (at.left > 0) copy_queries<THREADS>(a, work, at, first_grad(a, work), base, threadIdx.x);
     cp_async_commit();
     clear<THREADS>(maxima_of(shared, 0));
@@ -133,12 +130,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward_64_keys_dq_war
     cp_async_wait<0>();
     __syncthreads();
     const float v_scale = convert_values(shared + VALUES);
-    if (!S_IS_16BIT) {
-        transpose_keys(shared + K_COLUMNS, shared + K_ROWS);
-        __syncthreads();  // dS will lie where K by rows is
-    }
+    transpose_keys(shared + K_COLUMNS, shared + K_ROWS);
+    __syncthreads();  // dS will lie where K by rows is
     if (threadIdx.x < KEY_THREADS)
-        own_keys(a, window, work, at, shared, k_scales_of(keys, k_columns), v_scale);
+        own_keys(a, window, work, at, shared, k_scales_of(keys), v_scale);
     else
-        add_to_queries(a, window, work, at, shared, k_scales_of(keys, k_columns));
+        add_to_queries(a, window, work, at, shared, k_scales_of(keys));
 }

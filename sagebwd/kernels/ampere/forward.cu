@@ -21,8 +21,7 @@ constexpr int BLOCK_WARPS = BLOCK_Q / 16, BLOCKS = WARPS / BLOCK_WARPS;  // warp
 constexpr int HALVES = 16 * WARPS / ROWS;                                // of the queries, for the epilogue
 constexpr int CTAS_PER_SM = D == 64 && !P_IS_16BIT && !HAS_TOKEN_SCALES ? 2 : 1;
 
-static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES && !S_IS_16BIT);
-static_assert(!S_IS_16BIT || D <= 128);
+static_assert(P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES);
 
 // Whether a tile that is not skipped may hide all its keys from a query.
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
@@ -30,8 +29,8 @@ constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);
 // Shared memory: two stages for K and V of a packed block, V by columns in INT8 or, if P is in 16 bits, as it is; and scales of
 // three blocks, because one group may still read those of a block when the block after the next is copied. At first the
 // second stage may hold the queries, at the end the stages are staging for the epilogue.
-constexpr int V_TILE = (P_IS_16BIT ? 2 : 1) * K_TILE, STAGE_BYTES = K_ROWS_TILE + V_TILE;
-constexpr int SCALE_BYTES = P_IS_16BIT ? scale_bytes_of_s(BLOCK_KV) : scale_bytes(2, BLOCK_KV);
+constexpr int V_TILE = (P_IS_16BIT ? 2 : 1) * K_TILE, STAGE_BYTES = K_TILE + V_TILE;
+constexpr int SCALE_BYTES = scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int ALIGNED = D > 128 ? D : 128;           // see left_address
 constexpr int QUERY_BYTES = align_up(PACKED_Q_BYTES, ALIGNED), QUERIES_BYTES = BLOCKS * QUERY_BYTES;
 // Of 256 channels, Q would take too many registers. It stays in shared memory if there is room beside 16-bit V.
@@ -40,12 +39,10 @@ constexpr int QUERIES = Q_IN_REGISTERS ? STAGE_BYTES : 2 * STAGE_BYTES;  // wher
 constexpr int SCALES = QUERIES + QUERIES_BYTES > 2 * STAGE_BYTES ? QUERIES + QUERIES_BYTES : 2 * STAGE_BYTES;
 constexpr int OPERAND_BYTES = SCALES + 3 * SCALE_BYTES;
 constexpr int SHARED_BYTES = OPERAND_BYTES > HALVES * STAGING_BYTES ? OPERAND_BYTES : HALVES * STAGING_BYTES;
-static_assert(SCALE_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES - K_ROWS_TILE : PACKED_V_BYTES - V_TILE));
+static_assert(SCALE_BYTES == (P_IS_16BIT ? PACKED_KV_BYTES - K_TILE : PACKED_V_BYTES - V_TILE));
 static_assert(STAGE_BYTES % ALIGNED == 0 && !PACKS_16BIT);
 CHECK_LAUNCH(THREADS, SHARED_BYTES);
 
-// With S in 16 bits products take most of the time, and groups that exclude each other were slower: all multiply at once.
-constexpr bool TAKES_TURNS = !S_IS_16BIT;
 constexpr int GROUP = THREADS / 2;
 enum Barrier { FIRST_MULTIPLIES = 4, SECOND_MULTIPLIES };  // lower numbers belong to __syncthreads and to warpgroup_sync
 
@@ -58,29 +55,16 @@ struct State {
 
 // Q of a warp's 16 queries: in registers, or in shared memory from `row` of `tile` on.
 struct Queries {
-    u32 values[S_IS_16BIT ? D / 4 : D / 8], tile;
+    u32 values[D / 8], tile;
     int row;
 };
 
 // Reads them to registers.
 __device__ __forceinline__ void load_queries(Queries& q) {
-    if constexpr (S_IS_16BIT) {
-        const u32 queries = left_address<128>(q.tile);
+    const u32 queries = left_address<D>(q.tile);
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i)
-            load_left<128>(q.values + 4 * i, queries + i / 4 * (BLOCK_Q * 128), q.row, i % 4 * STEP);
-    } else {
-        const u32 queries = left_address<D>(q.tile);
-#pragma unroll
-        for (int step = 0; step < D / STEP; ++step) load_left<D>(q.values + 4 * step, queries, q.row, step * STEP);
-    }
+    for (int step = 0; step < D / STEP; ++step) load_left<D>(q.values + 4 * step, queries, q.row, step * STEP);
 }
-
-#ifdef S_16BIT
-using Logit = float;
-#else
-using Logit = int;
-#endif
 
 // P of a warp's 16 queries and a tile of keys, as the left operand of its product with V: in INT8, 127 being the maximum, or
 // in 16 bits. The factors are those of the rows of the product.
@@ -96,15 +80,12 @@ struct Visible {
     int keys, query;
 };
 
-// S of a tile. (Templates, here and below, because what is not for this kind of S and Q must not be compiled.)
-template <class Sums>
-__device__ __forceinline__ void multiply_keys(Sums& s, const Queries& q, u32 keys) {
-    if constexpr (S_IS_16BIT)
-        contract_channels_16bit<BLOCK_KV>(s, q.values, keys);
-    else if constexpr (!Q_IN_REGISTERS)
-        contract_channels<BLOCK_KV>(s, q.tile, q.row, keys);
-    else
+// S of a tile.
+__device__ __forceinline__ void multiply_keys(int (&s)[BLOCK_KV / 2], const Queries& q, u32 keys) {
+    if constexpr (Q_IN_REGISTERS)
         contract_channels<BLOCK_KV>(s, q.values, keys);
+    else
+        contract_channels<BLOCK_KV>(s, q.tile, q.row, keys);
 }
 
 // o += P V of a tile.
@@ -174,9 +155,8 @@ __device__ __forceinline__ void exponentiate(u32 (&rounded)[WORDS], const int (&
 }
 
 // P of a tile. `factor`: from S to logits.
-template <class P, class Sums>
-__device__ __forceinline__ void find_p(State& state, P& p, Sums& s, float factor, float v_scale, const Visible& visible,
-                                       const Window& window) {
+__device__ __forceinline__ void find_p(State& state, Probabilities& p, int (&s)[BLOCK_KV / 2], float factor, float v_scale,
+                                       const Visible& visible, const Window& window) {
     int largest[2] = {MASKED, MASKED};
     if (visible.is_cut) mask(s, visible.keys, visible.query);
     if (HAS_WINDOW && visible.is_cut) mask_outside(s, window, visible.query);
@@ -202,8 +182,8 @@ __device__ __forceinline__ void find_p(State& state, P& p, Sums& s, float factor
 
 // The same where each key and each value has a scale of its own. `q_factor`: from a row of S times a scale of K to logits.
 // P is multiplied by the scales of V before it is rounded, so that its row needs a maximum of its own.
-template <class P, class Sums>
-__device__ __forceinline__ void find_p_of_token_scales(State& state, P& p, Sums& s, const float (&q_factor)[2],
+template <class P>  // a template, because what is not for this kind of P must not be compiled
+__device__ __forceinline__ void find_p_of_token_scales(State& state, P& p, int (&s)[BLOCK_KV / 2], const float (&q_factor)[2],
                                                        const u8* scales, const Visible& visible, const Window& window) {
     const float2 *k_scales = reinterpret_cast<const float2*>(scales) + threadIdx.x % 4, *v_scales = k_scales + BLOCK_KV / 2;
     float x[BLOCK_KV / 2], m_tile[2] = {-INFINITE, -INFINITE}, share[2];
@@ -241,36 +221,6 @@ __device__ __forceinline__ void find_p_of_token_scales(State& state, P& p, Sums&
     round_tile<BLOCK_KV>(p.rounded, x, inverse);
 }
 
-// The same where S is in 16 bits.
-template <class P, class Sums>
-__device__ __forceinline__ void find_p_16bit(State& state, P& p, Sums& s, float factor, const Visible& visible,
-                                             const Window& window) {
-    float m_tile[2] = {-INFINITE, -INFINITE}, share[2], sum[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) {
-        const int r = i / 2 % 2, key = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2, distance = key - visible.query - 8 * r;
-        const bool is_hidden = visible.is_cut && (key >= visible.keys || (IS_CAUSAL && distance > 0) ||
-                                                  (HAS_WINDOW && window.hides(distance)));
-        s[i] = is_hidden ? -INFINITE : __fmul_rn(s[i], factor);
-        m_tile[r] = nan_max(m_tile[r], s[i]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
-    raise_maximum(state, m_tile, share);
-
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 2; ++i) {
-        const int r = i / 2 % 2;
-        const float m = MAY_HIDE_ALL && state.m[r] == -INFINITE ? 0.0f : state.m[r];
-        s[i] = exp2_fast(__fadd_rn(s[i], -m));
-        if (!COMPENSATES) sum[r] += s[i];
-    }
-#pragma unroll
-    for (int i = 0; i < BLOCK_KV / 4; ++i) p.rounded[i] = pack_16bit(s[2 * i], s[2 * i + 1]);
-    state.l[0] += sum[0];
-    state.l[1] += sum[1];
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kernel(const Arguments a, const Window window) {
@@ -299,12 +249,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     const auto packed_keys = [&](int tile) { return a.packed_k + (work.kv_block + i64(tile)) * a.k_stride; };
     const auto packed_values = [&](int tile) { return a.packed_v + (work.kv_block + i64(tile)) * a.v_stride; };
     const auto copy_keys = [&](int tile) {
-        copy_block<GROUP, K_ROWS_TILE>(base + stage_of(tile), packed_keys(tile));
-        const u8* scales = P_IS_16BIT ? packed_keys(tile) + K_ROWS_TILE : packed_values(tile) + V_TILE;
-        if (SCALE_BYTES > 0) copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), scales);
+        copy_block<GROUP, K_TILE>(base + stage_of(tile), packed_keys(tile));
+        const u8* scales = P_IS_16BIT ? packed_keys(tile) + K_TILE : packed_values(tile) + V_TILE;
+        copy_block<GROUP, SCALE_BYTES>(base + scales_of(tile), scales);
     };
     const auto copy_values = [&](int tile) {
-        const u32 target = base + stage_of(tile) + K_ROWS_TILE;
+        const u32 target = base + stage_of(tile) + K_TILE;
         if constexpr (P_IS_16BIT) {
             const int first_key = tile * BLOCK_KV;
             const u16* v = token_of(a.v, work.head / a.axes.group, a.axes.heads / a.axes.group, work.kv_start + first_key);
@@ -316,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     const bool is_first_group = warp < WARPS / 2;
     const int end = work.kv_tiles;
     const auto let_the_other_group_multiply = [&] {
-        if (TAKES_TURNS) barrier_arrive<THREADS>(is_first_group ? SECOND_MULTIPLIES : FIRST_MULTIPLIES);
+        barrier_arrive<THREADS>(is_first_group ? SECOND_MULTIPLIES : FIRST_MULTIPLIES);
     };
 
     for (int i = 0; i < work.q_blocks; ++i) {
@@ -344,21 +294,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
     for (int tile = begin; tile <= end; ++tile) {
         if (is_first_group) cp_async_wait<0>();
         // K and V are there, and the other group has multiplied.
-        if constexpr (TAKES_TURNS)
-            barrier_sync<THREADS>(is_first_group ? FIRST_MULTIPLIES : SECOND_MULTIPLIES);
-        else
-            __syncthreads();
+        barrier_sync<THREADS>(is_first_group ? FIRST_MULTIPLIES : SECOND_MULTIPLIES);
         if (is_first_group) {
             if (tile + 1 < end) copy_keys(tile + 1);
             if (tile < end) copy_values(tile);
             cp_async_commit();
         }
-        if (sees(tile - 1)) multiply_values(state, p.rounded, p.factor, base + stage_of(tile - 1) + K_ROWS_TILE);
+        if (sees(tile - 1)) multiply_values(state, p.rounded, p.factor, base + stage_of(tile - 1) + K_TILE);
         if (!sees(tile)) {
             if (is_first_group || tile < end) let_the_other_group_multiply();
             continue;
         }
-        Logit s[BLOCK_KV / 2];
+        int s[BLOCK_KV / 2];
         multiply_keys(s, q, base + stage_of(tile));
         let_the_other_group_multiply();
 
@@ -366,9 +313,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) forward_kerne
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
                             (HAS_WINDOW && window.cuts(first_key - first, work.q.tokens, work.keys));
         const Visible visible = {is_cut, work.keys - first_key, first + lane_row - first_key};
-        if constexpr (S_IS_16BIT) {
-            find_p_16bit(state, p, s, __fmul_rn(a.scale, LOG2_E), visible, window);
-        } else if constexpr (HAS_TOKEN_SCALES) {
+        if constexpr (HAS_TOKEN_SCALES) {
             const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
             find_p_of_token_scales(state, p, s, q_factor, shared + scales_of(tile), visible, window);
         } else {

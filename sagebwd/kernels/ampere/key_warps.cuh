@@ -9,9 +9,9 @@
 #include "products.cuh"
 #include "scores.cuh"
 
-static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT) && !DK_IS_16BIT && !S_IS_16BIT);
+static_assert(!(HAS_TOKEN_SCALES && P_IS_16BIT) && !DK_IS_16BIT);
 
-constexpr int K_SCALE_BYTES = scale_bytes_of_s(BLOCK_KV);  // behind K and V of a packed block
+constexpr int K_SCALE_BYTES = scale_bytes(1, BLOCK_KV);  // behind K and V of a packed block
 
 // P and dS of 16 keys and 64 queries. P and dS are rounded with a scale for each key, and in 16 bits P has none.
 struct Scores {

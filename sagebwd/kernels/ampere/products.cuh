@@ -80,23 +80,6 @@ __device__ __forceinline__ void contract_channels(int (&sum)[COLUMNS / 2], u32 l
     }
 }
 
-// The same in 16 bits, of which all are in chunks of 64 channels.
-template <int COLUMNS>
-__device__ __forceinline__ void contract_channels_16bit(float (&sum)[COLUMNS / 2], const u32 (&a)[D / 4], u32 tile) {
-    const u32 address = right_address<128>(tile);
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) sum[i] = 0.0f;
-#pragma unroll
-    for (int step = 0; step < D / 16; step += 2)
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 8; ++j) {
-            u32 b[4];
-            load_right<128>(b, address + step / 4 * (COLUMNS * 128), 8 * j, step % 4 * STEP);
-            mma_16bit(sum + 4 * j, a + 4 * step, b);
-            mma_16bit(sum + 4 * j, a + 4 * step + 4, b + 2);
-        }
-}
-
 // sum += factor[row] * P or dS in registers, (16, TOKENS) INT8, times CHANNELS channels of a tile by columns.
 template <int TOKENS, int CHANNELS, bool LEFT_UNSIGNED = false>
 __device__ __forceinline__ void contract_tokens(float* sum, const u32 (&a)[TOKENS / 8], u32 tile, const float (&factor)[2]) {

@@ -6,17 +6,17 @@
 #include "window.cuh"
 
 // A packed block of queries by rows, in bytes from its begin: Q, then these. By columns: Q, then dO unless P is in 16 bits.
-constexpr int GRAD_ROWS = Q_ROWS_TILE, STATISTICS = GRAD_ROWS + 2 * Q_TILE, SCALES = STATISTICS + ROW_STATS;
+constexpr int GRAD_ROWS = Q_TILE, STATISTICS = GRAD_ROWS + 2 * Q_TILE, SCALES = STATISTICS + ROW_STATS;
 constexpr int GRAD_COLUMNS = Q_TILE;
 
 // This warp's first key of a tile; this thread's first key.
 __device__ __forceinline__ int key_of_warp() { return (BLOCK_KV == 64 ? threadIdx.x / 32 % 4 : threadIdx.x / 32) * 16; }
 __device__ __forceinline__ int key_of_thread() { return key_of_warp() + threadIdx.x % 32 / 4; }
 
-// K by rows in registers, unless it is in 16 bits.
+// K by rows in registers.
 __device__ __forceinline__ void load_keys(u32 (&k)[D / 8], u32 rows) {
 #pragma unroll
-    for (int step = 0; step < D / STEP && !S_IS_16BIT; ++step)
+    for (int step = 0; step < D / STEP; ++step)
         load_left<D>(k + 4 * step, left_address<D>(rows), key_of_warp(), step * STEP);
 }
 
@@ -74,13 +74,10 @@ __device__ __forceinline__ void find_dp(float (&dp)[N], u32 values, u32 grad, in
     }
 }
 
-__device__ __forceinline__ float product_as_float(int s) { return __int2float_rn(s); }
-__device__ __forceinline__ float product_as_float(float s) { return s; }
-
-// P in place of the bits of S, and dS in place of dP. FAST: every logit allows a fused multiply-add, and none is masked.
+// P from S, and dS in place of dP. FAST: every logit allows a fused multiply-add, and none is masked.
 // `key`: this thread's first.
-template <bool FAST, int N, class Product>
-__device__ __forceinline__ void find_scores(float (&p)[N], float (&ds)[N], const Product (&s)[N], const Tile& tile, int key) {
+template <bool FAST, int N>
+__device__ __forceinline__ void find_scores(float (&p)[N], float (&ds)[N], const int (&s)[N], const Tile& tile, int key) {
     const float2* minus_lse = reinterpret_cast<const float2*>(tile.statistics) + threadIdx.x % 4;
     const float2* minus_delta = minus_lse + BLOCK_Q / 2;
 #pragma unroll
@@ -89,9 +86,9 @@ __device__ __forceinline__ void find_scores(float (&p)[N], float (&ds)[N], const
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             const int r = i / 2 % 2, query = 8 * j + threadIdx.x % 4 * 2 + i % 2;
-            const float x = product_as_float(s[i]), minus = pick(c, i % 2);
+            const float x = __int2float_rn(s[i]), minus = pick(c, i % 2);
             float factor = tile.factor;
-            if (HAS_TOKEN_SCALES && !S_IS_16BIT)
+            if (HAS_TOKEN_SCALES)
                 factor = __fmul_rn(__fmul_rn(pick(tile.q_scales[4 * j], i % 2), tile.q_factor), tile.k_scale[r]);
             p[i] = exp2_fast(FAST ? fmaf(x, factor, minus) : __fadd_rn(__fmul_rn(x, factor), minus));
             const bool is_hidden =

@@ -12,7 +12,7 @@
 
 constexpr int HALF_BLOCKS = 2;  // one packed block of keys
 constexpr int QUERIES = BLOCK_Q / 2, CHANNELS = D / 2;  // of a warp
-static_assert(BLOCK_KV == 64 && !P_IS_16BIT && (!S_IS_16BIT || D <= 128));
+static_assert(BLOCK_KV == 64 && !P_IS_16BIT);
 
 // What warps exchange, in bytes from its begin: dS for dQ, (queries, keys) INT8, keys as in tiles by columns; then dS and P as
 // left operands of dK and dV, see store_left.
@@ -45,9 +45,7 @@ __device__ __forceinline__ const int* largest_of_queries(const Maxima& largest, 
 struct KeyScales {
     float of_row[2];
 };
-__device__ __forceinline__ const float* k_scales_of(const u8* keys, const u8* k_columns) {
-    return reinterpret_cast<const float*>(S_IS_16BIT ? k_columns + K_TILE : keys + K_TILE);
-}
+__device__ __forceinline__ const float* k_scales_of(const u8* keys) { return reinterpret_cast<const float*>(keys + K_TILE); }
 __device__ __forceinline__ KeyScales load_key_scales(const float* k_scales) {
     const int key = key_of_thread();
     return {{k_scales[HAS_TOKEN_SCALES ? key : 0], k_scales[HAS_TOKEN_SCALES ? key + 8 : 0]}};
@@ -61,7 +59,7 @@ __device__ __forceinline__ Tile describe_tile(const u8* rows, const KeyScales& k
     tile.scales = {1.0f, 1.0f};
     tile.k_scale[0] = k_scale.of_row[0], tile.k_scale[1] = k_scale.of_row[1];
     if (!HAS_TOKEN_SCALES) tile.scales = *reinterpret_cast<const float2*>(rows + SCALES);
-    tile.factor = S_IS_16BIT ? __fmul_rn(scale, LOG2_E) : logit_factor(tile.scales.x, tile.k_scale[0], scale);
+    tile.factor = logit_factor(tile.scales.x, tile.k_scale[0], scale);
     tile.q_scales = reinterpret_cast<const float2*>(rows + SCALES) + query / 2 + threadIdx.x % 4;
     tile.grad_scales = tile.q_scales + BLOCK_Q / 2;
     tile.q_factor = logit_factor(1.0f, 1.0f, scale);
@@ -144,23 +142,17 @@ __device__ __forceinline__ void load_left_words(u32 (&words)[BLOCK_Q / 8], u8* t
     }
 }
 
-// Scores, and what they raise the maxima to. k: K in registers; `keys`: K in 16 bits in shared memory.
-__device__ __forceinline__ void compute_scores(Scores& x, Maxima& largest, const Tile& tile, const u32 (&k)[D / 8], u32 values,
-                                               u32 keys, u32 rows) {
+// Scores, and what they raise the maxima to. k: K in registers.
+__device__ __forceinline__ void compute_scores(Scores& x, Maxima& largest, const Tile& tile, const u32 (&k)[D / 8],
+                                               u32 values, u32 rows) {
     const int query = query_of_warp(), key = key_of_thread();
     find_dp(x.ds, values, rows + GRAD_ROWS + query * 128, key_of_warp());
-    if constexpr (S_IS_16BIT) {
-        float s[QUERIES / 2];
-        contract_values<4>(s, keys, rows + query * 128, key_of_warp());
+    int s[QUERIES / 2];
+    contract_channels<QUERIES>(s, k, rows + query * D);
+    if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
+        find_scores<true>(x.p, x.ds, s, tile, key);
+    else
         find_scores<false>(x.p, x.ds, s, tile, key);
-    } else {
-        int s[QUERIES / 2];
-        contract_channels<QUERIES>(s, k, rows + query * D);
-        if (!HAS_TOKEN_SCALES && is_fusible(tile.factor) && !tile.is_cut)
-            find_scores<true>(x.p, x.ds, s, tile, key);
-        else
-            find_scores<false>(x.p, x.ds, s, tile, key);
-    }
 #pragma unroll
     for (int i = 0; i < QUERIES / 2; ++i) x.ds_of_queries[i] = x.ds[i];
     if constexpr (HAS_TOKEN_SCALES) {

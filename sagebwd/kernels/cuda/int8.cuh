@@ -17,7 +17,7 @@ constexpr float P_MAX = INT8_MAX;
 #endif
 constexpr float ROUNDING_OFFSET = 12582912.0f;  // 1.5 * 2^23: adding it rounds to the nearest integer
 constexpr float SMALLEST_NORMAL = 1.1754943508222875e-38f;
-constexpr int MASKED = S_IS_16BIT ? int(0xff800000u) : -(1 << 30);  // S of a masked logit: -infinity, or far below all others
+constexpr int MASKED = -(1 << 30);              // S of a masked logit, far below all others
 
 // Of the two columns e that a thread holds next to each other.
 __device__ __forceinline__ float pick(const float2& pair, int e) { return e ? pair.y : pair.x; }
@@ -117,10 +117,7 @@ __device__ __forceinline__ float logit_factor(float q_scale, float k_scale, floa
     return __fmul_rn(__fmul_rn(q_scale, __fmul_rn(scale, LOG2_E)), k_scale);
 }
 
-// Whether products may become logits by a fused multiply-add at all: neither if that would depend on tokens that the mask hides,
-// nor if there is no bound of the products.
-constexpr bool MAY_FUSE = !HAS_TOKEN_SCALES && !S_IS_16BIT;
-
 // Whether all logits are so small that a fused multiply-add, which does not round the product, may replace a
-// multiplication and an addition. With larger logits exp2 of the largest logit minus itself could be far from 1.
+// multiplication and an addition. With larger logits exp2 of the largest logit minus itself could be far from 1. With scales of
+// tokens nothing does: that would depend on tokens that the mask hides.
 __device__ __forceinline__ bool is_fusible(float factor) { return factor * (INT8_MAX * INT8_MAX * D) < 2048.0f; }

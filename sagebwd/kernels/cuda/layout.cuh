@@ -63,12 +63,6 @@ constexpr bool DK_IS_16BIT = false;
 #endif
 static_assert(P_IS_16BIT || !DK_IS_16BIT);
 
-#ifdef S_16BIT  // S is a product of Q and K in 16 bits
-constexpr bool S_IS_16BIT = true;
-#else
-constexpr bool S_IS_16BIT = false;
-#endif
-
 #ifdef TOKEN_SCALES  // a scale for each token of Q, K, V and dO in INT8, instead of one for each block
 constexpr bool HAS_TOKEN_SCALES = true;
 #else
@@ -105,31 +99,25 @@ constexpr bool PACKS_16BIT = true;
 constexpr int Q_TILE = BLOCK_Q * D;                       // a block of queries in INT8
 constexpr int STEP_TILE = STEP_Q * D;                     // a step of queries in INT8
 constexpr int K_TILE = BLOCK_KV * D;                      // a block of keys in INT8
-constexpr int Q_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * Q_TILE;  // Q by rows, for S
-constexpr int STEP_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * STEP_TILE;
-constexpr int K_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * K_TILE;
 constexpr int ROW_STATS = BLOCK_Q * 8;                    // -logsumexp of all queries, then -delta of all, fp32
 constexpr int TAIL = 16;                                  // scales of blocks, padded to what a bulk copy takes
 // Scales of so many tensors, of all tokens of a block each or of the block.
 __host__ __device__ constexpr int scale_bytes(int tensors, int tokens) { return HAS_TOKEN_SCALES ? tensors * tokens * 4 : TAIL; }
-// The scales of a tensor that is packed for S alone.
-__host__ __device__ constexpr int scale_bytes_of_s(int tokens) { return S_IS_16BIT ? 0 : scale_bytes(1, tokens); }
-constexpr int PACKED_Q_BYTES = Q_ROWS_TILE + scale_bytes_of_s(BLOCK_Q);  // Q by rows; its scale
+constexpr int PACKED_Q_BYTES = Q_TILE + scale_bytes(1, BLOCK_Q);         // Q by rows; its scale
 constexpr int PACKED_V_BYTES = K_TILE + scale_bytes(2, BLOCK_KV);        // forward: V by columns; scales of K and V
 constexpr int PACKED_V_16BIT_BYTES = PACKS_16BIT ? 2 * K_TILE : 0;
 constexpr int PACKED_GRAD_16BIT_BYTES = PACKS_16BIT || DP_IS_FP16 ? 2 * Q_TILE : 0;
-constexpr int PACKED_KV_BYTES = K_ROWS_TILE + PACKED_V_16BIT_BYTES + scale_bytes_of_s(BLOCK_KV);  // K by rows, V in 16 bits; K's scale
+constexpr int PACKED_KV_BYTES = K_TILE + PACKED_V_16BIT_BYTES + scale_bytes(1, BLOCK_KV);  // K by rows, V in 16 bits; K's scale
 // dO in 16 bits, stats; scales of Q and dO.
 constexpr int PACKED_GRAD_BYTES = PACKED_GRAD_16BIT_BYTES + ROW_STATS + scale_bytes(2, BLOCK_Q);
 // In shared memory: K by rows, V in 16 bits; K's scale. And of a step: Q by rows, dO in 16 bits, stats; scales of Q and dO.
-constexpr int K_AND_V_BYTES = K_ROWS_TILE + 2 * K_TILE + scale_bytes_of_s(BLOCK_KV);
+constexpr int K_AND_V_BYTES = 3 * K_TILE + scale_bytes(1, BLOCK_KV);
 constexpr int STEP_STATS = STEP_Q * 8;
-constexpr int Q_AND_GRAD_BYTES = STEP_ROWS_TILE + 2 * STEP_TILE + STEP_STATS + scale_bytes(2, STEP_Q);
+constexpr int Q_AND_GRAD_BYTES = 3 * STEP_TILE + STEP_STATS + scale_bytes(2, STEP_Q);
 // In shared memory, of a step: Q by columns, and dO if P is in INT8; or, for dK in 16 bits, Q in 16 bits.
 constexpr int Q_COLUMNS_BYTES = (P_IS_16BIT && !DK_IS_16BIT ? 1 : 2) * STEP_TILE;
 constexpr int PACKED_Q_COLUMNS_BYTES = DK_IS_16BIT && !PACKS_16BIT ? 0 : STEPS_OF_BLOCK * Q_COLUMNS_BYTES;
-static_assert(STEPS_OF_BLOCK == 1 || !(HAS_TOKEN_SCALES || P_IS_16BIT || S_IS_16BIT));
-constexpr int PACKED_K_COLUMNS_BYTES = K_TILE + (S_IS_16BIT ? scale_bytes(1, BLOCK_KV) : 0);  // K by columns; its scale
+static_assert(STEPS_OF_BLOCK == 1 || !(HAS_TOKEN_SCALES || P_IS_16BIT));
 
 // Where byte o of a tile with rows of 64, 128 or 256 bytes lies: 16-byte pieces are permuted within 8 rows, so that 8 rows
 // at one column lie in different banks. This is the order that wgmma expects of shared memory, where rows have up to 128.

@@ -104,26 +104,6 @@ struct Pieces {
             for (int e = 0; e < 8; e += 2) pairs[e / 2] = pack_fp16(tile.x[i][e] * factor, tile.x[i][e + 1] * factor);
         }
     }
-    // What store_16bit wrote.
-    __device__ __forceinline__ void load_16bit(const u8* source) {
-        const int channel = Tile<TOKENS>::channel();
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i)
-            raw[i] = *reinterpret_cast<const uint4*>(source + channel / 64 * (TOKENS * 128) +
-                                                     swizzled<128>(Tile<TOKENS>::token(i) * 128 + channel % 64 * 2));
-    }
-    // NaN for infinity: exp of an infinite logit could be a plausible zero.
-    __device__ __forceinline__ void make_infinite_nan() {
-#pragma unroll
-        for (int i = 0; i < PIECES; ++i) {
-            float x[8];
-            unpack(x, raw[i]);
-            u32* pairs = &raw[i].x;
-#pragma unroll
-            for (int e = 0; e < 8; ++e)
-                if (fabsf(x[e]) == INFINITE) pairs[e / 2] |= 0x7fffu << 16 * (e % 2);
-        }
-    }
     // The values as they are, in chunks of 64 channels, one chunk after the other.
     __device__ __forceinline__ void store_16bit(u8* target) const {
         const int channel = Tile<TOKENS>::channel();
@@ -364,11 +344,6 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     uint2 values[PIECES];
     float scales[PIECES];
     load(pieces, tile, q, block, axis);
-    if constexpr (S_IS_16BIT) {
-        pieces.make_infinite_nan();
-        pieces.store_16bit(target);
-        return;
-    }
     find_scales(scales, tile, slots);
     quantize_tile(values, tile, scales);
     store_rows_int8<BLOCK_Q>(target, values);
@@ -416,23 +391,18 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     Block block;
     if (!find_block<BLOCK_KV, PARTS, true>(axis.segments, axis.tokens, axis.blocks, block)) return;
     u8* target = packed_kv + i64(block.index) * PACKED_KV_BYTES;
-    if (S_IS_16BIT && block.part == 0) {
-        Pieces<BLOCK_KV> pieces;
-        pieces.load(k, block, axis.heads, axis.d);
-        pieces.make_infinite_nan();
-        pieces.store_16bit(target);
-    } else if (block.part == 0) {
+    if (block.part == 0) {
         float scales[PIECES];
         pack_k(scales, target, k, k_mean, block, axis, slots);
         store_scales<BLOCK_KV>(target + K_TILE + PACKED_V_16BIT_BYTES, 0, scales, 1);
     } else if (PACKS_16BIT) {
         Pieces<BLOCK_KV> pieces;
         pieces.load(v, block, axis.heads, axis.d);
-        pieces.store_16bit(target + K_ROWS_TILE);
+        pieces.store_16bit(target + K_TILE);
     }
 }
 
-// Backward: K by columns, from its rows in packed_kv. If these are in 16 bits, also its scale.
+// Backward: K by columns, from its rows in packed_kv.
 extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     pack_k_columns_kernel(const u8* packed_kv, u8* packed_k_columns, Axis axis) {
     __shared__ __align__(16) u8 transposed[D * (BLOCK_KV + 4)];
@@ -440,22 +410,8 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_KV>)
     if (!find_block<BLOCK_KV>(axis.segments, axis.tokens, axis.blocks, block)) return;
     const u8* rows = packed_kv + i64(block.index) * PACKED_KV_BYTES;
     uint2 values[PIECES];
-    if constexpr (S_IS_16BIT) {
-        __shared__ int slots[16];
-        u8* target = packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES;
-        Pieces<BLOCK_KV> pieces;
-        Tile<BLOCK_KV> tile;
-        float scales[PIECES];
-        pieces.load_16bit(rows);
-        pieces.unpack_to(tile);
-        find_scales(scales, tile, slots);
-        quantize_tile(values, tile, scales);
-        store_columns_int8<BLOCK_KV>(target, values, transposed);
-        store_scales<BLOCK_KV>(target + K_TILE, 0, scales, 1);
-        return;
-    }
     load_rows_int8<BLOCK_KV>(values, rows);
-    store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * PACKED_K_COLUMNS_BYTES, values, transposed);
+    store_columns_int8<BLOCK_KV>(packed_k_columns + i64(block.index) * K_TILE, values, transposed);
 }
 
 // Backward: dO as it is, if 16 bits are packed, or for dP in fp16, see fp16_grad_scale; -lse and -delta of each token, the scales
@@ -480,16 +436,9 @@ extern "C" __global__ void __launch_bounds__(THREADS<BLOCK_Q>)
     uint2 values[PIECES];
     if (block.part == 0) {
         const u8* rows = packed_q + i64(block.index) * PACKED_Q_BYTES;
-        if constexpr (S_IS_16BIT) {
-            pieces.load_16bit(rows);
-            pieces.unpack_to(tile);
-            find_scales(scales, tile, slots);
-            quantize_tile(values, tile, scales);
-        } else {
-            load_scales<BLOCK_Q>(scales, rows + Q_TILE);
-            if (!DK_IS_16BIT) load_rows_int8<BLOCK_Q>(values, rows);
-        }
+        load_scales<BLOCK_Q>(scales, rows + Q_TILE);
         if constexpr (!DK_IS_16BIT) {
+            load_rows_int8<BLOCK_Q>(values, rows);
             store_columns_int8<BLOCK_Q, STEP_Q>(columns, values, transposed);
         } else if constexpr (PACKS_16BIT) {
             pieces.load(q, block, axis.heads, axis.d);

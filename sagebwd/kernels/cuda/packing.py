@@ -44,26 +44,22 @@ class PackedLayout(NamedTuple):
     token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those of all
         tokens of the first tensor, then of the second.
     tile: tokens of a packed block of queries, and of one of keys and values.
-    s_16bit: Q and K by rows stay in 16 bits, without a scale, and infinities become NaN.
     packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the tensors.
     """
 
     token_scales: bool = False
     tile: tuple[int, int] = TILE
-    s_16bit: bool = False
     packs_16bit: bool = True
 
     @classmethod
     def of(cls, config: SageConfig, head_dim: int, *, packs_16bit: bool) -> PackedLayout:
         """For these settings and this head size."""
-        token_scales, s_16bit = config.operand_scales == "token", not config.is_int8("s_fwd")
-        return cls(token_scales, config.tile(head_dim), s_16bit, packs_16bit)
+        return cls(config.operand_scales == "token", config.tile(head_dim), packs_16bit)
 
     def q_shape(self, q: Operand, blocks: int) -> tuple[int, int]:
         """Shape of the result of :meth:`Packer.pack_q`; as :meth:`kv_shape`."""
-        rows = self.tile[0] * packed_head_dim(q.shape[3])
-        size = 2 * rows if self.s_16bit else rows + scale_bytes(1, self.tile[0], self.token_scales)
-        return q.shape[0] * q.shape[1] * blocks, size
+        tail = scale_bytes(1, self.tile[0], self.token_scales)
+        return q.shape[0] * q.shape[1] * blocks, self.tile[0] * packed_head_dim(q.shape[3]) + tail
 
     def kv_shape(self, k: Operand, blocks: int) -> tuple[int, int]:
         """Shape of the result of :meth:`Packer.pack_kv`.
@@ -72,20 +68,15 @@ class PackedLayout(NamedTuple):
             k: (B, H_kv, N_kv, D).
             blocks: blocks of each head.
         """
-        tail = 0 if self.s_16bit else scale_bytes(1, self.tile[1], self.token_scales)
+        tail = scale_bytes(1, self.tile[1], self.token_scales)
         values = self.tile[1] * packed_head_dim(k.shape[3])
-        tiles = 1 + self.s_16bit + 2 * self.packs_16bit
+        tiles = 1 + 2 * self.packs_16bit
         return k.shape[0] * k.shape[1] * blocks, tiles * values + tail
 
 
 def mean_alone(k: Operand, packer: Packer, params: AttentionParams) -> Operand:
     """The ``k_mean`` of ``ForwardResult`` without the rest."""
     return packer.token_mean(k, kv_axis(k, params)) if params.config.smooths_k else no_mean(k)
-
-
-def has_token_scales(source: str, config: SageConfig) -> bool:
-    """Whether a kernel reads scales of tokens; with 16-bit S, no operand of the forward is in INT8."""
-    return config.operand_scales == "token" and (source != "forward" or config.is_int8("s_fwd"))
 
 
 def scale_bytes(tensors: int, tokens: int, token_scales: bool) -> int:
@@ -117,7 +108,6 @@ class Packer:
         self._block_q, self._block_kv = layout.tile
         self._macros: dict[str, int] = {
             "TOKEN_SCALES": layout.token_scales,
-            "S_16BIT": layout.s_16bit,
             "UNPACKED_16BIT": not layout.packs_16bit,
         }
         if layout.tile != TILE:
@@ -200,13 +190,10 @@ class Packer:
     def pack_k_columns(self, packed_kv: Operand, k: Operand, axis: Axis) -> Operand:
         """K by columns for the backward, from its rows in the result of :meth:`pack_kv`.
 
-        Tail, if these are in 16 bits: the scale of K.
-
         Args:
             k: only its shape and dtype are used.
         """
-        tail = scale_bytes(1, self._block_kv, self._layout.token_scales) if self._layout.s_16bit else 0
-        columns = _allocate(k, axis, self._block_kv * packed_head_dim(k.shape[3]) + tail)
+        columns = _allocate(k, axis, self.k_rows_bytes(k))
         self._launch(
             "pack_k_columns", k, self._block_kv, len(packed_kv), packed_kv, columns, _CAxis.of(k, axis)
         )
@@ -267,7 +254,7 @@ class Packer:
 
     def k_rows_bytes(self, k: Operand) -> int:
         """Bytes of K by rows of a packed block."""
-        return (1 + self._layout.s_16bit) * self._block_kv * packed_head_dim(k.shape[3])
+        return self._block_kv * packed_head_dim(k.shape[3])
 
     def packed_kv_bytes(self, k: Operand) -> int:
         """Bytes from block to block in the result of :meth:`pack_kv`."""

@@ -7,8 +7,7 @@ The same arithmetic as the Triton kernels, for head sizes above 32 and the defau
 ``smooth_v`` and ``unsigned_p`` may have either value. O and dV may take 16-bit P (P_16BIT in the sources),
 and such an O may be compensated (COMPENSATE_O). If all products are in INT8, tokens may have scales of their
 own (TOKEN_SCALES). Up to head size 128, P and dS of a tile of 128 × 64 may then have one (SCALES_OF_TILES).
-Up to head size 128, too, dQ may be in 16 bits, and with it dK (DK_16BIT), and S and O together (S_16BIT), in
-tiles of 64 × 64.
+Up to head size 128, too, dQ may be in 16 bits, and with it dK (DK_16BIT).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 
 from sagebwd.config import TILE, SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult
-from sagebwd.kernel_rules import has_16_bit_s, is_large
+from sagebwd.kernel_rules import is_large
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
 from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
@@ -126,12 +125,12 @@ def _launch(
     """
     config, head_dim = params.config, padded_head_dim(q.shape[-1])
     dk_16bit = defines.get("DK_16BIT", False)
-    macro = shape_macro(p_16bit, dk_16bit, _has_tile_scales(config), has_16_bit_s(config))
+    macro = shape_macro(p_16bit, dk_16bit, _has_tile_scales(config))
     cta = CTA_SHAPES[name, head_dim, macro]
     kernel = launch.load_attention_kernel(
         SOURCES, name, q, params,
         head_dim=head_dim, threads=cta.threads, shared_bytes=cta.shared_bytes,
-        TOKEN_SCALES=packing.has_token_scales(name, config), P_16BIT=p_16bit,
+        TOKEN_SCALES=config.operand_scales == "token", P_16BIT=p_16bit,
         UNPACKED_16BIT=params.cu_seqlens is None, **(defines | tile_macros(head_dim, macro)),
     )  # fmt: skip
     grid = min(arguments.axes.work_tiles, _multiprocessors(q.device.index))

@@ -17,32 +17,29 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = D == 64 ? 6 : D == 256 ? 2 : P_IS_16BIT ? 4 : S_IS_16BIT ? 2 : 3;
+constexpr int STAGES = D == 64 ? 6 : D == 256 ? 2 : P_IS_16BIT ? 4 : 3;
 constexpr bool SHARE_KEYS = D == 256;  // whether both consumers have the same keys
 constexpr int KEYS = SHARE_KEYS ? ROWS : CONSUMERS * ROWS;  // of a work tile
 constexpr int CHANNELS = SHARE_KEYS ? D / CONSUMERS : D;  // of dV and dK, of a consumer
 constexpr int CHUNKS = CHANNELS / 64;  // of 64 channels; dV and dK are computed chunk by chunk
 constexpr int BLOCK_PARTS = BLOCK_KV / ROWS;  // parts of a packed block of keys, 64 each
 constexpr int HALF_BLOCKS = 2 * KEYS / BLOCK_KV;
-static_assert(STEP_Q == ROWS && !DK_IS_16BIT && !(P_IS_16BIT && (HAS_TOKEN_SCALES || HAS_TILE_SCALES || S_IS_16BIT)));
-static_assert(!S_IS_16BIT || (HAS_TOKEN_SCALES && BLOCK_PARTS == 1));
-// Whether a consumer computes tiles that are hidden from it, too: with two stages it cannot skip one while it holds another.
-constexpr bool SKIPS_NOTHING = STAGES == 2 && !SHARE_KEYS;
+static_assert(STEP_Q == ROWS && !DK_IS_16BIT && !(P_IS_16BIT && (HAS_TOKEN_SCALES || HAS_TILE_SCALES)));
 
 // A stage in shared memory: 64 queries.
 constexpr int Q_COLUMNS = 0;
 constexpr int GRAD_COLUMNS = Q_COLUMNS + STEP_TILE;  // absent if P is in 16 bits
 constexpr int Q_ROWS = Q_COLUMNS + Q_COLUMNS_BYTES;
-constexpr int GRAD_ROWS = Q_ROWS + STEP_ROWS_TILE;
+constexpr int GRAD_ROWS = Q_ROWS + STEP_TILE;
 constexpr int STATISTICS = GRAD_ROWS + 2 * STEP_TILE;
 constexpr int SCALES = STATISTICS + STEP_STATS;
 constexpr int STAGE_BYTES = align_up(SCALES + scale_bytes(2, STEP_Q), 1024);
 
 // Before the stages: the keys, 64 at a time, half a packed block or a whole one. Behind them: staging for the epilogue.
-constexpr int KEYS_TILE = ROWS * D, KEYS_ROWS_TILE = (S_IS_16BIT ? 2 : 1) * KEYS_TILE;
-constexpr int V_ROWS = KEYS_ROWS_TILE;
-constexpr int K_SCALE = V_ROWS + 2 * KEYS_TILE;
-constexpr int K_SCALE_BYTES = scale_bytes_of_s(ROWS);
+constexpr int KEYS_TILE = ROWS * D;
+constexpr int V_ROWS = KEYS_TILE;
+constexpr int K_SCALE = 3 * KEYS_TILE;
+constexpr int K_SCALE_BYTES = scale_bytes(1, ROWS);
 constexpr int KEY_BYTES = align_up(K_SCALE + K_SCALE_BYTES, 1024);
 constexpr int RING = KEYS / ROWS * KEY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
@@ -73,19 +70,17 @@ __device__ __forceinline__ void copy_keys(const Arguments& a, const TensorMaps& 
     constexpr int CHUNK_BYTES = ROWS * 128;  // 64 channels of V
     const int index = work.first / ROWS % BLOCK_PARTS + keys, part = index % BLOCK_PARTS;
     const u8* block = a.packed_kv + i64(work.kv_block + index / BLOCK_PARTS) * PACKED_KV_BYTES;
-    bulk_copy(target, block + part * KEYS_ROWS_TILE, KEYS_ROWS_TILE, full);
+    bulk_copy(target, block + part * KEYS_TILE, KEYS_TILE, full);
     if constexpr (PACKS_16BIT) {
 #pragma unroll
         for (int c = 0; c < D / 64; ++c)
-            bulk_copy(target + V_ROWS + c * CHUNK_BYTES, block + K_ROWS_TILE + (BLOCK_PARTS * c + part) * CHUNK_BYTES,
-                      CHUNK_BYTES, full);
+            bulk_copy(target + V_ROWS + c * CHUNK_BYTES, block + K_TILE + (BLOCK_PARTS * c + part) * CHUNK_BYTES, CHUNK_BYTES, full);
     } else {
         copy_tokens<CHUNK_BYTES>(target + V_ROWS, maps.v, head_of(work.kv_head, a.axes.heads),
                                  work.first + keys * ROWS, full);
     }
-    if constexpr (!S_IS_16BIT)
-        bulk_copy(target + K_SCALE,
-                  block + K_TILE + PACKED_V_16BIT_BYTES + (HAS_TOKEN_SCALES ? part * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
+    bulk_copy(target + K_SCALE,
+              block + K_TILE + PACKED_V_16BIT_BYTES + (HAS_TOKEN_SCALES ? part * K_SCALE_BYTES : 0), K_SCALE_BYTES, full);
 }
 
 // How many times 64 keys there are, the last ones fewer.
@@ -162,7 +157,7 @@ struct Scores {
 // and none is masked. Else, if `is_diagonal`, keys after a query are masked; the first key is the first query there. With a
 // window, those that a query does not see; `first_key`: the first key minus the first query. Straight-line code, so that all
 // units are busy. If tokens have scales: those of the queries run along the contraction of dV and dK, so that P and dS are
-// multiplied by them; `factor` is then read for S in 16 bits alone. `of_tile`: if tiles have scales, those of P and dS.
+// multiplied by them; `factor` is not read. `of_tile`: if tiles have scales, those of P and dS.
 template <bool FAST>
 __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], const int (&dp)[32], float factor,
                                             const float2* minus_lse, float2 scales, const TokenScales& tokens,
@@ -178,13 +173,13 @@ __device__ __forceinline__ void find_scores(Scores& scores, const int (&s)[32], 
 #pragma unroll
         for (int i = 4 * j; i < 4 * j + 4; ++i) {
             const int r = i / 2 % 2;
-            const float x = value_of_s(s[i]);
+            const float x = __int2float_rn(s[i]);
             const float q_scale = HAS_TOKEN_SCALES ? pick(tokens.q[4 * j + lane % 4], i % 2) : 1.0f;
-            const float f = HAS_TOKEN_SCALES && !S_IS_16BIT ? __fmul_rn(__fmul_rn(q_scale, tokens.q_factor), tokens.k[r]) : factor;
-            p[i] = exp2_fast(FAST && MAY_FUSE ? fmaf(x, f, pick(c, i % 2))
+            const float f = HAS_TOKEN_SCALES ? __fmul_rn(__fmul_rn(q_scale, tokens.q_factor), tokens.k[r]) : factor;
+            p[i] = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, f, pick(c, i % 2))
                                                        : __fadd_rn(__fmul_rn(x, f), pick(c, i % 2)));
             const bool is_hidden =
-                !FAST && ((is_diagonal && (SKIPS_NOTHING ? first_key : 0) + key + 8 * r > query + 8 * j + i % 2) ||
+                !FAST && ((is_diagonal && key + 8 * r > query + 8 * j + i % 2) ||
                           (HAS_WINDOW && window.hides(first_key + key + 8 * r - query - 8 * j - i % 2)));
             if (is_hidden) p[i] = 0.0f;
             ds[i] = p[i] * (__int_as_float(dp[i]) + pick(d, i % 2));
@@ -226,7 +221,6 @@ struct Hidden {
 };
 __device__ __forceinline__ Hidden tiles_hidden(const KeyTile& work, const Window& window, int warpgroup) {
     if (keys_of(warpgroup) >= parts_with_keys(work)) return {work.q_tiles, 0};
-    if constexpr (SKIPS_NOTHING) return {0, 0};
     if constexpr (!HAS_WINDOW) return {IS_CAUSAL ? min(keys_of(warpgroup), work.q_tiles) : 0, 0};
     const QueryRange own = queries_that_see(work, window, (work.first + keys_of(warpgroup) * ROWS) / BLOCK_KV * BLOCK_KV);
     const int begin = work.first_query / STEP_Q;
@@ -242,9 +236,9 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 of_channels = first_channel_of(warpgroup) * (ROWS / 16);  // in a tile by columns
     const u32 k_rows = base + of_keys * (KEY_BYTES / 16), v_rows = k_rows + V_ROWS / 16, ring = base + RING / 16;
     const float* k_scales = reinterpret_cast<const float*>(shared + of_keys * KEY_BYTES + K_SCALE);
-    const float k_scale = S_IS_16BIT ? 1.0f : *k_scales;
+    const float k_scale = *k_scales;
     TokenScales tokens;
-    if constexpr (HAS_TOKEN_SCALES && !S_IS_16BIT) {
+    if constexpr (HAS_TOKEN_SCALES) {
         const int key = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
         tokens = {nullptr, nullptr, logit_factor(1.0f, 1.0f, a.scale), {k_scales[key], k_scales[key + 8]}};
     }
@@ -255,7 +249,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     if constexpr (P_IS_16BIT) pin(sums.dv);  // zero dV before the first wgmma: later writes would serialize it
     skip(queries, hidden.before);
     queries.wait_full();
-    multiply_queries_and_keys<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
+    contract_channels<64>(s, k_rows, ring + (queries.index * STAGE_BYTES + Q_ROWS) / 16);
     contract_channels_16bit<64, ROWS>(dp, v_rows, ring + (queries.index * STAGE_BYTES + GRAD_ROWS) / 16);
     for (int left = a.axes.group * (end - hidden.before);; --left) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
@@ -265,10 +259,10 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         tokens.grad = tokens.q + STEP_Q / 2;
         const float2 scales = HAS_TOKEN_SCALES ? float2{1.0f, 1.0f} : *tokens.q;  // of Q and dO
         const float factor = logit_factor(scales.x, k_scale, a.scale);
-        const int first_key = HAS_WINDOW || SKIPS_NOTHING ? work.first + of_keys * ROWS - work.first_query - tile * STEP_Q : 0;
-        const bool is_diagonal = IS_CAUSAL && (SKIPS_NOTHING ? first_key >= 0 : tile == hidden.before);
+        const int first_key = HAS_WINDOW ? work.first + of_keys * ROWS - work.first_query - tile * STEP_Q : 0;
+        const bool is_diagonal = IS_CAUSAL && tile == hidden.before;
         const bool is_cut = is_diagonal || (HAS_WINDOW && window.cuts<ROWS>(first_key, work.q.tokens, work.kv.tokens));
-        const bool is_fast = (!MAY_FUSE || is_fusible(factor)) && !is_cut;
+        const bool is_fast = (HAS_TOKEN_SCALES || is_fusible(factor)) && !is_cut;
         const float2 of_tile = tile_scales.next;
         Ring<STAGES> next = queries;
         if (left > 1) {
@@ -297,7 +291,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const u32 q_columns = stage + Q_COLUMNS / 16 + of_channels, grad_columns = stage + GRAD_COLUMNS / 16 + of_channels;
         multiply_scores<CHUNKS>(sums, s, dp, scores, q_columns, grad_columns, stage + GRAD_ROWS / 16 + 2 * of_channels);
         // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
-        multiply_queries_and_keys<64>(s, k_rows, next_stage + Q_ROWS / 16);
+        contract_channels<64>(s, k_rows, next_stage + Q_ROWS / 16);
         wgmma_wait<1>();
         pin(dp);
         accumulate(sums.dk + CHANNELS / 2 - 32, dp, scores.dk_factor);

@@ -27,10 +27,10 @@ __device__ __forceinline__ void score_gradients(u32 (&ds_int8)[VALUES / 4], floa
 #pragma unroll
     for (int i = 0; i < VALUES; ++i) {
         const int r = i / 2 % 2;
-        const float x = value_of_s(s[i]);
+        const float x = __int2float_rn(s[i]);
         const float k_scale = HAS_TOKEN_SCALES ? pick(k_scales[i / 4 * 4 + threadIdx.x % 4], i % 2) : 1.0f;
-        const float f = HAS_TOKEN_SCALES && !S_IS_16BIT ? __fmul_rn(factor[r], k_scale) : factor[r];
-        float p = exp2_fast(FAST && MAY_FUSE ? fmaf(x, f, minus_lse[r]) : __fadd_rn(__fmul_rn(x, f), minus_lse[r]));
+        const float f = HAS_TOKEN_SCALES ? __fmul_rn(factor[r], k_scale) : factor[r];
+        float p = exp2_fast(FAST && !HAS_TOKEN_SCALES ? fmaf(x, f, minus_lse[r]) : __fadd_rn(__fmul_rn(x, f), minus_lse[r]));
         const int column = i / 4 * 8 + threadIdx.x % 4 * 2 + i % 2;
         const bool is_hidden = !FAST && (column >= keys || (IS_CAUSAL && column > query + 8 * r));
         const bool is_outside = HAS_WINDOW && !FAST && window.hides(column - query - 8 * r);
@@ -92,7 +92,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     Products products = {};
     keys.wait_full();
     const u32 stage = ring + keys.index * (STAGE_BYTES / 16);
-    multiply_queries_and_keys<BLOCK_KV>(s, q.rows, stage + K_ROWS / 16);
+    contract_channels<BLOCK_KV>(s, q.rows, stage + K_ROWS / 16);
     contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, stage + V_ROWS / 16);
     Ring<STAGES> before = keys;
     for (int tile = own.begin;; ++tile) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         const int first_key = tile * BLOCK_KV, query = work.first + warpgroup * ROWS;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > query) ||
                             (HAS_WINDOW && window.cuts(first_key - query, work.q.tokens, work.keys));
-        const bool is_last = tile == own.end - 1, is_fast = (!MAY_FUSE || is_fusible(factor[0])) && !is_cut;
+        const bool is_last = tile == own.end - 1, is_fast = (HAS_TOKEN_SCALES || is_fusible(factor[0])) && !is_cut;
         Ring<STAGES> next = keys;
         if (!is_last) next.advance();
         if (STAGES > 2 && !is_last) next.wait_full();
@@ -129,14 +129,14 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         multiply_keys(products, s, dp, ds_int8, this_stage + K_COLUMNS / 16, dq_sum);
         if constexpr (CHUNKS == 1) {
             if (is_last) break;
-            multiply_queries_and_keys<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
+            contract_channels<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
             contract_channels_16bit<BLOCK_KV, ROWS>(dp, q.grad_rows, next_stage + V_ROWS / 16);
             if (tile > own.begin) before.release();
             before = keys;
         } else {
             // There are too few registers for these products next to S and dP. After the last tile S is computed once
             // more and not used: a branch between wgmmas would serialize them.
-            multiply_queries_and_keys<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
+            contract_channels<BLOCK_KV>(s, q.rows, next_stage + K_ROWS / 16);
             wgmma_wait<1>();
             add_products(dq_sum, products, dp);
             if (is_last) break;

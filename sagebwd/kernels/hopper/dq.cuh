@@ -10,14 +10,14 @@
 #include "scheduler.cuh"
 #include "window.cuh"
 
-constexpr int STAGES = S_IS_16BIT && D == 128 ? 3 : D == 256 ? 2 : (D == 64 ? 4 : 2) * 128 / BLOCK_KV;
+constexpr int STAGES = D == 256 ? 2 : (D == 64 ? 4 : 2) * 128 / BLOCK_KV;
 constexpr int CONSUMERS = 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
 constexpr int CHUNKS = D / 64;  // of 64 channels; dS K is computed chunk by chunk
 // Whether shared memory has room for little but tiles. What else there is then lies behind all of them, without gaps, with room for
 // scales of tokens, but none for those of dO, which dQ does not need; the epilogue goes through the place of the queries.
 constexpr bool IS_CROWDED = D == 256;
-static_assert(STEP_Q == ROWS && !P_IS_16BIT && (!S_IS_16BIT || HAS_TOKEN_SCALES));
+static_assert(STEP_Q == ROWS && !P_IS_16BIT);
 constexpr int VALUES = BLOCK_KV / 2;  // of S, that a thread holds
 // Whether a consumer may see fewer tiles than another. It must not compute one that it does not see: a NaN there is not its own.
 constexpr bool MAY_SEE_LESS = HAS_WINDOW || (IS_CAUSAL && BLOCK_KV < CONSUMERS * ROWS);
@@ -25,13 +25,13 @@ constexpr bool MAY_SEE_LESS = HAS_WINDOW || (IS_CAUSAL && BLOCK_KV < CONSUMERS *
 // A stage in shared memory: both packed blocks of the same keys.
 constexpr int K_COLUMNS = 0;
 constexpr int K_ROWS = K_COLUMNS + K_TILE;
-constexpr int V_ROWS = K_ROWS + K_ROWS_TILE;
+constexpr int V_ROWS = K_ROWS + K_TILE;
 constexpr int K_SCALE_BYTES = IS_CROWDED ? 4 * BLOCK_KV : scale_bytes(1, BLOCK_KV);
 constexpr int STAGE_TILES = V_ROWS + 2 * K_TILE;  // bytes; the scale of K follows
 constexpr int STAGE_BYTES = IS_CROWDED ? STAGE_TILES : align_up(STAGE_TILES + K_SCALE_BYTES, 1024);
 
 // Before the stages: 64 queries for each consumer. Behind them: staging for the epilogue.
-constexpr int GRAD_ROWS = STEP_ROWS_TILE;
+constexpr int GRAD_ROWS = STEP_TILE;
 constexpr int QUERY_TILES = GRAD_ROWS + 2 * STEP_TILE;  // bytes; statistics and scales follow
 constexpr int STATISTICS_BYTES = STEP_STATS + 4 * STEP_Q;  // if IS_CROWDED
 constexpr int COPIED_BYTES = QUERY_TILES + STEP_STATS + scale_bytes(IS_CROWDED ? 1 : 2, STEP_Q);
@@ -89,12 +89,10 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
             const i64 block = work.kv_block + tile;
             keys.wait_empty();
             const u32 full = keys.full + 8 * keys.index, stage = shared + RING + keys.index * STAGE_BYTES;
-            barrier_expect_bytes(full, K_AND_V_BYTES + PACKED_K_COLUMNS_BYTES);
+            barrier_expect_bytes(full, K_AND_V_BYTES + K_TILE);
             const u32 k_scale = k_scale_of(shared, keys.index);
             copy_k_and_v(stage + K_ROWS, k_scale, a.packed_kv, maps, block, kv_head, tile * BLOCK_KV, full);
-            const u8* columns = a.packed_k_columns + block * PACKED_K_COLUMNS_BYTES;
-            bulk_copy(stage + K_COLUMNS, columns, K_TILE, full);
-            if constexpr (S_IS_16BIT) bulk_copy(k_scale, columns + K_TILE, scale_bytes(1, BLOCK_KV), full);
+            bulk_copy(stage + K_COLUMNS, a.packed_k_columns + block * K_TILE, K_TILE, full);
             keys.advance();
         }
     }
@@ -106,7 +104,7 @@ __device__ __forceinline__ void producer_loop(const Arguments& a, const Window& 
 // What a consumer needs once for its 64 queries.
 struct Queries {
     u32 rows, grad_rows;  // descriptor_base of Q and of dO
-    float q_scale[2], minus_lse[2], minus_delta[2];  // of the rows of this thread; the scale of a block twice, that of S in 16 bits 1
+    float q_scale[2], minus_lse[2], minus_delta[2];  // of the rows of this thread; the scale of a block twice
 
     __device__ __forceinline__ Queries(u8* shared, int warpgroup) {
         const int thread = threadIdx.x % 128, row = thread / 32 * 16 + thread % 32 / 4;
@@ -117,7 +115,7 @@ struct Queries {
         grad_rows = rows + GRAD_ROWS / 16;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            q_scale[r] = S_IS_16BIT ? 1.0f : scales[HAS_TOKEN_SCALES ? row + 8 * r : 0];
+            q_scale[r] = scales[HAS_TOKEN_SCALES ? row + 8 * r : 0];
             minus_lse[r] = stats[row + 8 * r];
             minus_delta[r] = stats[ROWS + row + 8 * r];
         }

@@ -7,7 +7,7 @@
 
 namespace {
 
-static_assert(HAS_TILE_SCALES && BLOCK_Q == CONSUMERS * ROWS && BLOCK_KV == ROWS && !HAS_TOKEN_SCALES && !S_IS_16BIT);
+static_assert(HAS_TILE_SCALES && BLOCK_Q == CONSUMERS * ROWS && BLOCK_KV == ROWS && !HAS_TOKEN_SCALES);
 constexpr int WARPS = 4 * CONSUMERS;
 
 // The largest P and dS of each warp, as bits: non-negative floats are ordered as their bits, NaN at the top. Of two tiles in turn:

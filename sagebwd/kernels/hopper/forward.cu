@@ -14,27 +14,25 @@ namespace {
 
 constexpr int CONSUMERS = D == 64 ? 3 : 2;  // warpgroups; one more is the producer
 constexpr int THREADS = 128 * (CONSUMERS + 1);
-constexpr int STAGES = S_IS_16BIT ? (D == 64 ? 8 : 4)
-                       : D == 256 ? (P_IS_16BIT ? 3 : 5)
-                                  : (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
+constexpr int STAGES = D == 256 ? (P_IS_16BIT ? 3 : 5) : (D == 64 ? 6 : P_IS_16BIT ? 3 : 4) * 128 / BLOCK_KV;
 constexpr bool IS_SHORT = STAGES == 3;  // so few stages that the next one is waited for as late as possible
 constexpr bool MAY_HIDE_ALL = HAS_WINDOW || (IS_CAUSAL && BLOCK_Q > BLOCK_KV);  // a tile may hide all keys from a query
 constexpr int CHUNKS = D / 64;  // of 64 channels; P V is computed chunk by chunk
 // Whether registers hold too few chunks of a product at once: see contract_tokens_in_turn. It is then added in its own tile.
 constexpr bool IN_TURN = D == 256 && !P_IS_16BIT;
 
-static_assert(STEP_Q == ROWS && (P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES && !S_IS_16BIT));
+static_assert(STEP_Q == ROWS && (P_IS_16BIT ? !HAS_TOKEN_SCALES : !COMPENSATES));
 
 // A stage in shared memory: a packed block of keys. V is by columns in INT8 or, if P is in 16 bits, as it is; its scales follow.
 constexpr int K_ROWS = 0;
-constexpr int VALUES = K_ROWS + K_ROWS_TILE;
-constexpr int V_BYTES = P_IS_16BIT ? K_AND_V_BYTES - K_ROWS_TILE : PACKED_V_BYTES;
+constexpr int VALUES = K_ROWS + K_TILE;
+constexpr int V_BYTES = P_IS_16BIT ? K_AND_V_BYTES - K_TILE : PACKED_V_BYTES;
 constexpr int KV_BYTES = VALUES + V_BYTES;
-constexpr int SCALES = KV_BYTES - (P_IS_16BIT ? scale_bytes_of_s(BLOCK_KV) : scale_bytes(2, BLOCK_KV));
+constexpr int SCALES = KV_BYTES - scale_bytes(P_IS_16BIT ? 1 : 2, BLOCK_KV);
 constexpr int STAGE_BYTES = align_up(KV_BYTES, 1024);
 
-// Before the stages: 64 queries, and their scale, for each consumer. Behind them: staging for the epilogue.
-constexpr int Q_BYTES = STEP_ROWS_TILE + scale_bytes_of_s(STEP_Q);
+// Before the stages: 64 queries and their scale for each consumer. Behind them: staging for the epilogue.
+constexpr int Q_BYTES = STEP_TILE + scale_bytes(1, STEP_Q);
 constexpr int QUERY_BYTES = align_up(Q_BYTES, 1024);
 constexpr int RING = CONSUMERS * QUERY_BYTES;
 constexpr int STAGING = RING + STAGES * STAGE_BYTES;
@@ -145,35 +143,6 @@ __device__ __forceinline__ void probabilities(u32 (&p_16bit)[LOGITS / 2], const 
     sum[1] = part[2] + part[3];
 }
 
-// Where S is in 16 bits: logits in place of S, or of MASKED, and their maximum per row, NaN if one is.
-__device__ __forceinline__ void find_maximum(float (&m_tile)[2], int (&s)[LOGITS], float factor) {
-    m_tile[0] = m_tile[1] = -INFINITE;
-#pragma unroll
-    for (int i = 0; i < LOGITS; ++i) {
-        const float x = s[i] == MASKED ? -INFINITE : __fmul_rn(__int_as_float(s[i]), factor);
-        m_tile[i / 2 % 2] = nan_max(m_tile[i / 2 % 2], x);
-        s[i] = __float_as_int(x);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) m_tile[r] = row_max(m_tile[r]);
-}
-
-// P of these logits in 16 bits, whose running maximum is `m`.
-template <int WORDS>
-__device__ __forceinline__ void probabilities_of_16_bit_s(u32 (&p_16bit)[WORDS], const int (&x)[LOGITS], const float (&m)[2],
-                                                          float (&sum)[2]) {
-    sum[0] = sum[1] = 0.0f;
-#pragma unroll
-    for (int k = 0; k < LOGITS / 2; ++k) {  // two columns
-        const int r = k % 2;
-        const float shift = MAY_HIDE_ALL && m[r] == -INFINITE ? 0.0f : m[r];
-        const float first = exp2_fast(__fadd_rn(__int_as_float(x[2 * k]), -shift));
-        const float second = exp2_fast(__fadd_rn(__int_as_float(x[2 * k + 1]), -shift));
-        if (!COMPENSATES) sum[r] += first + second;
-        p_16bit[k] = pack_16bit(first, second);
-    }
-}
-
 // P of one tile in INT8, where each key and each value has a scale of its own; finds `m_tile`, too. P is multiplied by the scales
 // of V before it is rounded, so that its row needs a scale, `p_scale`. `q_factor`: from a row of S times a scale of K to logits.
 // `k_scales`: from this thread's first column on; every fourth is one's own, and those of V follow. IS_CUT: S may be MASKED.
@@ -265,7 +234,7 @@ __device__ __forceinline__ void multiply_values_in_turn(State& state, int (&s)[L
                                                         u32 next_k_rows) {
     if constexpr (IN_TURN) {
         contract_tokens_in_turn<CHUNKS, BLOCK_KV, P_IS_UNSIGNED>(state.o, s, state.product[0], p, values, state.factor);
-        multiply_queries_and_keys<BLOCK_KV>(s, q_rows, next_k_rows);
+        contract_channels<BLOCK_KV>(s, q_rows, next_k_rows);
         wgmma_wait<1>();
         pin(state.product[0]);
         accumulate(state.o + D / 2 - 32, state.product[0], state.factor);
@@ -301,22 +270,18 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
     const u32 base = descriptor_base(shared_address(shared));
     const u32 q_rows = base + warpgroup * (QUERY_BYTES / 16), ring = base + RING / 16;
 
-    const float* q_scales = reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + STEP_ROWS_TILE);
-    float q_scale[2] = {1.0f, 1.0f};
-    if constexpr (!S_IS_16BIT) {
-        q_scale[0] = q_scales[HAS_TOKEN_SCALES ? row : 0];
-        q_scale[1] = q_scales[HAS_TOKEN_SCALES ? row + 8 : 0];
-    }
+    const float* q_scales = reinterpret_cast<const float*>(shared + warpgroup * QUERY_BYTES + STEP_TILE);
+    const float q_scale[2] = {q_scales[HAS_TOKEN_SCALES ? row : 0], q_scales[HAS_TOKEN_SCALES ? row + 8 : 0]};
     const float q_factor[2] = {logit_factor(q_scale[0], 1.0f, a.scale), logit_factor(q_scale[1], 1.0f, a.scale)};
     int s[LOGITS];
     Ring<STAGES> before = keys;
     if constexpr (P_IS_16BIT) finish_product(state);  // zero o before the first wgmma: later writes would serialize it
     keys.wait_full();
-    multiply_queries_and_keys<BLOCK_KV>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
+    contract_channels<BLOCK_KV>(s, q_rows, ring + (keys.index * STAGE_BYTES + K_ROWS) / 16);
     for (int tile = own.begin;; ++tile) {
         // While the tensor cores work: load what this tile needs, and wait for the next stage.
         const float2* kv_scales = reinterpret_cast<const float2*>(shared + RING + keys.index * STAGE_BYTES + SCALES);
-        const float2 scales = S_IS_16BIT ? float2{1.0f, 1.0f} : *kv_scales;  // of the block, if it has some
+        const float2 scales = *kv_scales;  // of the block, if it has some
         const float factor = logit_factor(q_scale[0], scales.x, a.scale);
         const int first_key = tile * BLOCK_KV;
         const bool is_cut = first_key + BLOCK_KV > work.keys || (IS_CAUSAL && first_key + BLOCK_KV > first) ||
@@ -337,11 +302,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if (is_last) queries.release();  // early, so that the next ones arrive in time; the last S below is never used
         if (is_cut) mask(s, work.keys - first_key, first + row - first_key);
         if (HAS_WINDOW && is_cut) mask_outside(s, window, first + row - first_key);
-        if constexpr (S_IS_16BIT) {
-            find_maximum(m_tile, s, factor);
-            raise_maximum(state, m_tile, rescale, share);  // before the product is added to o
-            probabilities_of_16_bit_s(p, s, state.m, sum);
-        } else if constexpr (HAS_TOKEN_SCALES) {
+        if constexpr (HAS_TOKEN_SCALES) {
             if (is_cut)
                 probabilities_of_tokens<true>(p, s, q_factor, kv_scales + thread % 4, m_tile, sum, p_scale, state);
             else
@@ -368,7 +329,7 @@ __device__ __forceinline__ void consumer_loop(const Arguments& a, const Window& 
         if constexpr (!IN_TURN) {
             multiply_values(state, p, values, ones);
             // After the last tile S is computed once more and not used: a branch between wgmmas would serialize them.
-            multiply_queries_and_keys<BLOCK_KV>(s, q_rows, next_k_rows);
+            contract_channels<BLOCK_KV>(s, q_rows, next_k_rows);
         }
         if constexpr (!P_IS_16BIT) raise_maximum(state, m_tile, rescale, share);
 #pragma unroll

@@ -88,8 +88,8 @@ __device__ __forceinline__ void copy_q(u32 target, const u8* packed_q, const Ste
 template <bool GRAD_SCALES = true>
 __device__ __forceinline__ void copy_q_and_grad(u32 target, u32 statistics, const u8* packed_q, const u8* packed_grad,
                                                 const TensorMaps& maps, const Step& step, const Head& head, int first, u32 full) {
-    bulk_copy(target, packed_q + step.block * PACKED_Q_BYTES + step.part * STEP_ROWS_TILE, STEP_ROWS_TILE, full);
-    target += STEP_ROWS_TILE;
+    bulk_copy(target, packed_q + step.block * PACKED_Q_BYTES + step.part * STEP_TILE, STEP_TILE, full);
+    target += STEP_TILE;
     const u8* source = packed_grad + step.block * PACKED_GRAD_BYTES;
     constexpr int CHUNK_BYTES = STEP_Q * 128;  // 64 channels of dO
     if constexpr (!PACKS_16BIT) {
@@ -139,15 +139,14 @@ __device__ __forceinline__ void copy_k_and_v(u32 target, u32 scale, const u8* pa
         bulk_copy(target, source, PACKED_KV_BYTES, full);
         return;
     }
-    constexpr int TILES = K_ROWS_TILE + PACKED_V_16BIT_BYTES, SCALE_BYTES = PACKED_KV_BYTES - TILES;
+    constexpr int TILES = K_TILE + PACKED_V_16BIT_BYTES;
     bulk_copy(target, source, TILES, full);
     if constexpr (!PACKS_16BIT) {
 #pragma unroll
         for (int token = 0; token < BLOCK_KV; token += 64)
-            copy_tokens<BLOCK_KV * 128>(target + K_ROWS_TILE + token * 128, maps.v, head, first + token, full);
+            copy_tokens<BLOCK_KV * 128>(target + K_TILE + token * 128, maps.v, head, first + token, full);
     }
-    if constexpr (SCALE_BYTES > 0)
-        bulk_copy(D == 256 ? scale : target + K_ROWS_TILE + 2 * K_TILE, source + TILES, SCALE_BYTES, full);
+    bulk_copy(D == 256 ? scale : target + 3 * K_TILE, source + TILES, PACKED_KV_BYTES - TILES, full);
 }
 
 // Releases stages that only other consumers need.

@@ -36,17 +36,6 @@ __device__ __forceinline__ void contract_channels_16bit(int (&sum)[N / 2], u32 a
     wgmma_commit();
 }
 
-// S or its transpose, in INT32, or in fp32 as bits where S is in 16 bits: 64 rows at a times N rows at b.
-template <int N>
-__device__ __forceinline__ void multiply_queries_and_keys(int (&sum)[N / 2], u32 a, u32 b) {
-    if constexpr (S_IS_16BIT)
-        contract_channels_16bit<N, 64>(sum, a, b);
-    else
-        contract_channels<N>(sum, a, b);
-}
-
-__device__ __forceinline__ float value_of_s(int s) { return S_IS_16BIT ? __int_as_float(s) : __int2float_rn(s); }
-
 // P or dS in registers, unsigned or signed INT8, times 64 channels of a tile by columns of N tokens.
 template <int N, bool LEFT_UNSIGNED = false>
 __device__ __forceinline__ void contract_tokens(int (&sum)[32], const u32 (&a)[N / 8], u32 b) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sagebwd.config import TILE_OF_LARGE_HEADS
-from sagebwd.kernel_rules import HOPPER_TILE_WITH_16_BIT_S, HOPPER_TILE_WITH_SCALES
+from sagebwd.kernel_rules import HOPPER_TILE_WITH_SCALES
 
 #: Queries that a warpgroup takes at a time of a tile that has scales.
 STEP_Q = 64
@@ -19,11 +19,6 @@ TILE_MACROS = {
         "TILE_Q": HOPPER_TILE_WITH_SCALES[0],
         "TILE_KV": HOPPER_TILE_WITH_SCALES[1],
         "Q_STEP": STEP_Q,
-    },
-    "S_16BIT": {
-        "S_16BIT": True,
-        "TILE_Q": HOPPER_TILE_WITH_16_BIT_S[0],
-        "TILE_KV": HOPPER_TILE_WITH_16_BIT_S[1],
     },
 }
 #: The same for head sizes above 128, whatever decides.
@@ -64,27 +59,21 @@ CTA_SHAPES = {
     ("forward", 64, ""): CTAShape(3, 147_456),
     ("forward", 64, "P_16BIT"): CTAShape(3, 196_608),
     ("forward", 64, "SCALES_OF_TILES"): CTAShape(3, 153_600),
-    ("forward", 64, "S_16BIT"): CTAShape(3, 183_296),
     ("forward", 128, ""): CTAShape(2, 188_416),
     ("forward", 128, "P_16BIT"): CTAShape(2, 203_776),
     ("forward", 128, "SCALES_OF_TILES"): CTAShape(2, 192_512),
-    ("forward", 128, "S_16BIT"): CTAShape(2, 198_656),
     ("forward", 256, ""): CTAShape(2, 214_016),
     ("forward", 256, "P_16BIT"): CTAShape(2, 195_584),
     ("dk_dv", 64, ""): CTAShape(3, 196_608),
     ("dk_dv", 64, "P_16BIT"): CTAShape(3, 172_032),
     ("dk_dv", 64, "SCALES_OF_TILES"): CTAShape(3, 196_608),
-    ("dk_dv", 64, "S_16BIT"): CTAShape(3, 230_400),
     ("dk_dv", 128, ""): CTAShape(2, 211_968),
     ("dk_dv", 128, "P_16BIT"): CTAShape(2, 221_184),
     ("dk_dv", 128, "SCALES_OF_TILES"): CTAShape(2, 211_968),
-    ("dk_dv", 128, "S_16BIT"): CTAShape(2, 200_704),
     ("dk_dv", 256, ""): CTAShape(2, 226_304, share_tokens=True),
     ("dk_dv", 256, "P_16BIT"): CTAShape(2, 193_536, share_tokens=True),
     ("dq", 64, ""): CTAShape(2, 180_224),
-    ("dq", 64, "S_16BIT"): CTAShape(2, 225_280),
     ("dq", 128, ""): CTAShape(2, 219_136),
-    ("dq", 128, "S_16BIT"): CTAShape(2, 228_352),
     ("dq", 256, ""): CTAShape(2, 231_424),
     ("dq_tile_scales", 64, "SCALES_OF_TILES"): CTAShape(2, 184_320),
     ("dq_tile_scales", 128, "SCALES_OF_TILES"): CTAShape(2, 221_184),
@@ -97,12 +86,10 @@ CTA_SHAPES = {
 }
 
 
-def shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool, s_16bit: bool) -> str:
+def shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool) -> str:
     """The macro that decides the CTA's shape, as in :data:`CTA_SHAPES`, alone or with others."""
     if tile_scales:
         return "SCALES_OF_TILES"
-    if s_16bit:
-        return "S_16BIT"
     if dk_16bit:
         return "DK_16BIT"
     return "P_16BIT" if p_16bit else ""

@@ -382,7 +382,6 @@ HOPPER = KernelSet(
         "consistent, 16-bit dQ": without_int8("o", "dv", "dq", compensate_o=True),
         "S alone": without_int8("o", "dv", "dq", "dk"),
         "paper": SageConfig.paper(),
-        "accurate": SageConfig.accurate(),
     },
     main_variants=(
         *_MAIN_CUDA_VARIANTS,
@@ -390,7 +389,6 @@ HOPPER = KernelSet(
         "consistent, 16-bit dQ",
         "S alone",
         "paper",
-        "accurate",
     ),
     another_config=SageConfig(smooth_v=True, unsigned_p=True),
     any_lengths=st.integers(1, 400),
@@ -398,7 +396,6 @@ HOPPER = KernelSet(
     any_config=st.one_of(
         st.builds(SageConfig, operand_scales=st.sampled_from(["block", "token"]), **_INT8_SWITCHES),
         st.builds(functools.partial(replace, SageConfig.paper()), **_INT8_SWITCHES),
-        st.builds(functools.partial(replace, SageConfig.accurate()), unsigned_p=st.booleans()),
     ),
     examples=90,
     large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000),
@@ -435,12 +432,11 @@ AMPERE = replace(
     variants={
         **_CUDA_VARIANTS,
         "paper": SageConfig.paper(),
-        "accurate": SageConfig.accurate(),
         "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
         "dP in fp16": SageConfig(dp_fp16_accumulation=True),
         "dP in fp16, paper": replace(SageConfig.paper(), dp_fp16_accumulation=True),
     },
-    main_variants=(*_MAIN_CUDA_VARIANTS, "paper", "accurate"),
+    main_variants=(*_MAIN_CUDA_VARIANTS, "paper"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
 )
 

@@ -19,16 +19,12 @@ from tests.sagebwd.kernels.sets import FP16, boundaries_of, emulated_too, over, 
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-PAPER, STRICT, ACCURATE = SageConfig.paper(), SageConfig.strictly_causal(), SageConfig.accurate()
+PAPER, STRICT = SageConfig.paper(), SageConfig.strictly_causal()
 LOW_BIAS, CONSISTENT = SageConfig.low_bias(), SageConfig.consistent()
 #: Scales of tiles, and of tokens, with all that may go with them.
 TILE_SCALES = replace(PAPER, smooth_k=False, smooth_v=True, unsigned_p=True)
 TOKEN_SCALES = SageConfig(operand_scales="token", smooth_v=True, unsigned_p=True)
-S_IN_16_BIT = replace(ACCURATE, unsigned_p=True)
 DP_IN_FP16, PAPER_IN_FP16 = SageConfig(dp_fp16_accumulation=True), replace(PAPER, dp_fp16_accumulation=True)
-S_IN_16_BIT_OF_BLOCKS = {
-    "smooth_k": False, "int8_matmuls": ("dv", "dq", "dk"), "block_q": 64, "block_kv": 64,
-}  # fmt: skip
 CAUSAL = {"is_causal": True}
 DOCUMENTS = (1, 64, 130, 0, 65, 2)
 OTHER_KEYS = (65, 1, 129, 5, 0, 70)
@@ -65,13 +61,11 @@ CASES = {
     "strictly causal": (STRICT, 64, 130, 130, CAUSAL),
     "strictly causal, packed, window": (STRICT, 72, DOCUMENTS, DOCUMENTS, EDGES[0]),
     "token scales": (TOKEN_SCALES, 128, 70, 190, {}),
-    "accurate": (ACCURATE, 64, 130, 130, CAUSAL),
-    "16-bit S, packed, window": (S_IN_16_BIT, 64, DOCUMENTS, DOCUMENTS, EDGES[1]),
     "dP in fp16": (DP_IN_FP16, 64, 190, 190, CAUSAL),
     "dP in fp16, packed, window": (replace(DP_IN_FP16, unsigned_p=True), 72, DOCUMENTS, DOCUMENTS, EDGES[3]),
     "dP in fp16, tile scales": (PAPER_IN_FP16, 128, DOCUMENTS, OTHER_KEYS, {}),
     "dP in fp16, tile scales, 32 channels": (PAPER_IN_FP16, 32, 130, 130, CAUSAL),
-    "dP in fp16, 16-bit S": (replace(DP_IN_FP16, **S_IN_16_BIT_OF_BLOCKS), 64, 130, 70, {}),
+    "dP in fp16, 64 keys": (replace(DP_IN_FP16, block_kv=64), 64, 130, 70, {}),
     "dP in fp16, 200 channels": (DP_IN_FP16, 200, 130, 130, EDGES[1]),
     "256 channels": (DEFAULT_CONFIG, 256, 130, 70, CAUSAL),
     "low_bias, 200 channels, packed": (LOW_BIAS, 200, DOCUMENTS, DOCUMENTS, CAUSAL),

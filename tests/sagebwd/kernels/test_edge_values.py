@@ -41,7 +41,7 @@ def configs_of(kernel_set):
     """Settings by name, in tiles of which ``kernel_set.tokens`` are several."""
     config = kernel_set.config
     if kernel_set.is_emulated:
-        names = ("default", "paper", "strictly_causal", "accurate", "int8_scores")
+        names = ("default", "paper", "strictly_causal", "int8_scores")
         configs = {name: PRESETS[name] for name in names}
         return kernel_set.those_it_runs(configs | {"dP in fp16": SageConfig(dp_fp16_accumulation=True)})
     return kernel_set.those_it_runs(

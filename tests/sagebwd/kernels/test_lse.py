@@ -122,7 +122,7 @@ PADDING = torch.tensor([[True] * 150, [False] * 30 + [True] * 100 + [False] * 20
 #: By name: settings, which keys a query sees, and sizes. In all but the first are queries without keys.
 MASKS = {
     "causal": (
-        {"is_causal": True, "config": PRESETS["accurate"]},
+        {"is_causal": True, "config": PRESETS["strictly_causal"]},
         window_of(150, 90, 150, 0),
         {"n_kv": 90, "value_dim": 56},
     ),

@@ -42,6 +42,7 @@ def test_what_does_not_count_is_left_out(tmp_path):
         row("sagebwd", 2.0, mode="forward"),
         row("sagebwd", None),
         row("sagebwd dQ in 16 bit", 2.0),
+        row("sagebwd accurate", 2.0),  # a preset that is gone
         row("cuDNN", 2.0),
     )
     write(tmp_path, "speed/bench_a.json.gz", "2026-01-01", *others, row("sagebwd", 1.5))
@@ -52,7 +53,7 @@ def test_what_does_not_count_is_left_out(tmp_path):
 def test_a_speed_is_of_the_kernels_that_ran(tmp_path):
     """As recorded, else as the name says, else as is known of the file, else as they are chosen today."""
     rows = (
-        row("sagebwd accurate", 1.1, kernels="triton"),
+        row("sagebwd consistent", 1.1, kernels="triton"),
         row("sagebwd paper (ampere)", 1.2),
         row("sagebwd paper", 1.3),
         row("sagebwd S alone in INT8", 1.4),
@@ -60,7 +61,7 @@ def test_a_speed_is_of_the_kernels_that_ran(tmp_path):
     write(tmp_path, "speed/bench_ampere_h100.json.gz", "2026-01-01", *rows)
     write(tmp_path, "gpus/mine.json", "2026-01-01", row("sagebwd", 1.5), gpu="RTX 4090", capability="8.9")
     assert speeds(tmp_path) == {
-        Kind("accurate", "triton", "9.0", 64): [1.1],
+        Kind("consistent", "triton", "9.0", 64): [1.1],
         Kind("paper", "ampere", "9.0", 64): [1.2],
         Kind("paper", "triton", "9.0", 64): [1.3],
         Kind("int8_scores", "hopper", "9.0", 64): [1.4],

@@ -82,7 +82,6 @@ TWELVE_WARPS = {
     "paper, packed": (SageConfig.paper(), (1, 64, 0, 130, 2), CAUSAL),
     "paper, a window": (SageConfig.paper(), 200, WINDOW),
     "paper, scales of rows": (replace(SageConfig.paper(), granularity="row"), 200, CAUSAL),
-    "accurate, packed": (SageConfig.accurate(), (1, 64, 0, 130, 2), CAUSAL),
     "dP in fp16, packed": (SageConfig(dp_fp16_accumulation=True), (1, 64, 65, 0, 127, 2), CAUSAL),
     "dP in fp16, paper": (replace(SageConfig.paper(), dp_fp16_accumulation=True), 200, CAUSAL),
 }
@@ -91,8 +90,8 @@ TWELVE_WARPS = {
 @pytest.mark.parametrize(("config", "lengths", "mask"), TWELVE_WARPS.values(), ids=TWELVE_WARPS.keys())
 def test_twelve_warps_give_the_same_bits_as_eight(runs, in_order, monkeypatch, config, lengths, mask):
     """Whichever warps are late."""
-    tile, s_16bit = config.tile(64), not config.is_int8("s_bwd")
-    source = shapes.backward_source(tile, 64, s_16bit=s_16bit)
+    tile = config.tile(64)
+    source = shapes.backward_source(tile, 64)
     assert source == ("backward_dq_warps" if tile[1] == 128 else "backward_64_keys_dq_warps")
     run, _ = runs(lengths, config, mask)
     found = [run(), *(in_order(run, **late) for late in LATE)]
@@ -109,10 +108,7 @@ def test_the_order_of_warps_changes_nothing_with_128_channels(runs, in_order, co
     assert all(map(torch.equal, run(), in_order(run, reverse=True)))
 
 
-S_IN_16_BIT = {"smooth_k": False, "int8_matmuls": ("dv", "dq", "dk"), "block_q": 64, "block_kv": 64}
-
-
-@pytest.mark.parametrize("settings", [{}, S_IN_16_BIT], ids=["default", "16-bit S"])
+@pytest.mark.parametrize("settings", [{}, {"block_q": 64, "block_kv": 64}], ids=["default", "64 keys"])
 def test_keys_that_no_query_sees_have_no_gradient(kernel_set, draw, in_order, settings):
     """Their warps store zeros at once, where others may still convert V to fp16."""
     inputs = draw(64, 260, batch=1, heads=1, head_dim=64, dtype=FP16)

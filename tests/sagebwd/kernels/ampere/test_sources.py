@@ -42,9 +42,9 @@ MACROS = {
         ("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), (), ("UNSIGNED_P",), ("TOKEN_SCALES",),
         ("DP_FP16", "SCALES_OF_TILES"),
     ),
-    ("forward", (64, 64)): ((), ("TOKEN_SCALES",), ("P_16BIT", "S_16BIT")),
-    ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT"), ("DP_FP16",)),
-    ("backward_64_keys_dq_warps", (64, 64)): ((), ("TOKEN_SCALES",), ("TOKEN_SCALES", "S_16BIT")),
+    ("forward", (64, 64)): ((), ("TOKEN_SCALES",)),
+    ("backward_64_keys", (64, 64)): ((), ("TOKEN_SCALES",), ("DP_FP16",)),
+    ("backward_64_keys_dq_warps", (64, 64)): ((), ("TOKEN_SCALES",)),
 }  # fmt: skip
 #: Bytes that ptxas may spill, by source and padded head size.
 SPILLED_BYTES = {
@@ -72,7 +72,7 @@ QUICK = {
     ("backward_64_keys", (128, 64), 128, "sm_89", ("SCALES_OF_TILES",)),
     ("backward_64_keys", (64, 64), 256, "sm_86", ("TOKEN_SCALES",)),
     ("backward_64_keys_dq_warps", (128, 64), 64, "sm_80", ("TOKEN_SCALES",)),
-    ("backward_64_keys_dq_warps", (64, 64), 64, "sm_86", ("TOKEN_SCALES", "S_16BIT")),
+    ("backward_64_keys_dq_warps", (64, 64), 64, "sm_86", ("TOKEN_SCALES",)),
 }
 
 
@@ -81,8 +81,6 @@ def variants():
         head_dims = (64, 128, 256) if tile == (64, 64) else (64, 128)
         head_dims = (64,) if source.endswith("dq_warps") else head_dims
         for variant in product(head_dims, ARCHITECTURES, sets_of_macros):
-            if variant[0] == 256 and "S_16BIT" in variant[2]:
-                continue
             marks = () if (source, tile, *variant) in QUICK else pytest.mark.gpu
             yield pytest.param(source, tile, *variant, marks=marks)
 
@@ -112,14 +110,14 @@ def test_kernels_fit_every_gpu(source, tile, head_dim, architecture, macros, tmp
     found = Counter(re.findall(r"\bIMMA\.\w+\.(\w+)\.(\w+)", text))
     tokens = tile[1] if source == "forward" else 64
     assert found.get(("U8", "S8"), 0) == (("UNSIGNED_P" in macros) and head_dim // 8 * tokens // 32)
-    assert (found["S8", "S8"] > 0) == (("S_16BIT" not in macros) or source != "forward")
+    assert found["S8", "S8"] > 0
     fp16_products = len(re.findall(r"\bHMMA\.16816\.F16\b", text))
     assert (fp16_products > 0) == ("DP_FP16" in macros)
 
 
 def shape_settings(macros):
     """Those of :func:`cta_shape`."""
-    return {name: name.upper() in macros for name in ("p_16bit", "token_scales", "s_16bit")}
+    return {name: name.upper() in macros for name in ("p_16bit", "token_scales")}
 
 
 def defines_of(cta, head_dim, tile, macros):
@@ -132,7 +130,7 @@ def shapes():
     """(source, head size, tile, macros): all that differ in what :func:`cta_shape` depends on."""
     for param in variants():
         source, tile, head_dim, architecture, macros = param.values
-        of_shape = {"P_16BIT", "TOKEN_SCALES", "S_16BIT"}
+        of_shape = {"P_16BIT", "TOKEN_SCALES"}
         if architecture == ARCHITECTURES[0] and of_shape.issuperset(macros):
             yield source, head_dim, tile, macros
 

@@ -91,13 +91,9 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
     # A CTA may have 227 KiB. Barriers take a little, and what follows them begins at a multiple of 1,024.
     assert cta.shared_bytes <= 226 * 1024
     token_scales = {False, source != "backward" and not operands}  # they lie in the padding of stages
-    own = {}
-    if operands == "S_16BIT":
-        token_scales = {source != "forward"}
-        own = {"P_16BIT": source == "forward"}
     for has_token_scales in token_scales:
         for unpacked in (False, True):
-            macros = {"TOKEN_SCALES": has_token_scales, "UNPACKED_16BIT": unpacked, **own}
+            macros = {"TOKEN_SCALES": has_token_scales, "UNPACKED_16BIT": unpacked}
             check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, **macros)
     for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
         wrong = cta._replace(**change)

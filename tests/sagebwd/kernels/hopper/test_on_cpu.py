@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-STRICT, PAPER, ACCURATE = SageConfig.strictly_causal(), SageConfig.paper(), SageConfig.accurate()
+STRICT, PAPER = SageConfig.strictly_causal(), SageConfig.paper()
 #: Settings of the one backward kernel.
 ONE_BACKWARD, S_ALONE = without_int8("dq", unsigned_p=True), SageConfig.int8_scores()
 CAUSAL = {"is_causal": True}
@@ -58,7 +58,6 @@ ORDERED = {
     "default": (DEFAULT_CONFIG, 64, 260, 260, CAUSAL),
     "strictly causal": (STRICT, 64, 260, 260, CAUSAL),
     "paper": (PAPER, 64, 260, 260, CAUSAL),
-    "accurate": (ACCURATE, 128, 260, 260, CAUSAL),
     "256 channels": (DEFAULT_CONFIG, 256, 260, 260, CAUSAL),
     "one backward": (ONE_BACKWARD, 128, 130, 190, {"is_causal": False}),
     "one backward, few queries": (ONE_BACKWARD, 128, 64, 190, {"is_causal": False}),
@@ -179,7 +178,6 @@ def test_k_of_the_next_document_is_cleared(kernels, sample, smooth_k, head_dim):
         ("inductor", SageConfig.consistent(), (200, 110)),
         (None, SageConfig.int8_scores(), (200, 110)),
         ("aot_eager", PAPER, None),
-        (None, ACCURATE, None),
     ],
 )
 def test_what_is_packed_replaces_q_k_and_v_in_the_backward(

@@ -19,8 +19,7 @@ needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 #: Bytes that ptxas may spill, by source and head size. At 128 the consumers of backward.cu have 216 registers
 #: and need 240, and those of dq_tile_scales.cu move 9 of their 240 out and in for each tile; the producers of
-#: all have 24, in which the places of all that they copy do not fit, least of all with half blocks or with S
-#: in 16 bits, whose consumers also lack up to eight.
+#: all have 24, in which the places of all that they copy do not fit, least of all with half blocks.
 SPILLED_BYTES = {
     ("backward", 128): 200, ("dk_dv", 128): 188, ("dq_tile_scales", 128): 168,
     ("dk_dv", 256): 120, ("dq", 256): 168,
@@ -43,20 +42,17 @@ MACROS = {
     "forward": (
         (), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("IS_WINDOWED",),
         ("IS_WINDOWED", "TOKEN_SCALES"), ("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES"),
-        ("S_16BIT", "P_16BIT"), ("IS_WINDOWED", "S_16BIT", "P_16BIT"),
     ),
     "dk_dv": (
         (), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
         ("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES"),
-        ("S_16BIT", "TOKEN_SCALES"), ("IS_WINDOWED", "S_16BIT", "TOKEN_SCALES"),
     ),
     "dq": (
         (), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
-        ("S_16BIT", "TOKEN_SCALES"), ("IS_WINDOWED", "S_16BIT", "TOKEN_SCALES"),
     ),
     "dq_tile_scales": (("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES")),
     "packing": (
-        (), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("SCALES_OF_TILES",), ("S_16BIT", "TOKEN_SCALES"),
+        (), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("SCALES_OF_TILES",),
     ),
 }  # fmt: skip
 
@@ -69,9 +65,7 @@ def with_values(macros, d):
 
 def exists(source, d, macros):
     """Whether there is such a kernel: with 256 channels not all settings have one."""
-    return d < 256 or not (
-        source in ("dq_tile_scales", "finish_dq") or {"SCALES_OF_TILES", "S_16BIT"} & {*macros}
-    )
+    return d < 256 or not (source in ("dq_tile_scales", "finish_dq") or "SCALES_OF_TILES" in macros)
 
 
 #: Those of backward.cu, with the settings of the quick ones.
