@@ -149,13 +149,9 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Window, 
 
     Calls that look the same are checked once.
     """
-    signature = None
-    is_plain = type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(map(type, settings.values()))
-    if is_plain and not (torch.compiler.is_compiling() or q.is_nested or k.is_nested or v.is_nested):
-        known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
-        signature = (*known, is_autocast(q.device.type), *settings.values())
-        if (found := _windows.get(signature)) is not None:
-            return found
+    signature = _signature(q, k, v, settings)
+    if signature is not None and (found := _windows.get(signature)) is not None:
+        return found
     asked = Window.of(settings.pop("is_causal"), settings.pop("window_size"))
     check_arguments(q, k, v, **settings)
     windows = asked, asked.narrowed(q.shape[-2], k.shape[-2])
@@ -164,6 +160,23 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Window, 
             _windows.clear()
         _windows[signature] = windows
     return windows
+
+
+def _signature(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Any, ...] | None:
+    """What the checks look at; None if that may change from call to call."""
+    types, window = tuple(map(type, settings.values())), settings["window_size"]
+    if (
+        not (type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(types))
+        or (type(window) is tuple and not {int}.issuperset(map(type, window)))
+        or torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None  # shapes are tensors
+        or q.is_nested
+        or k.is_nested
+        or v.is_nested
+    ):
+        return None
+    known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
+    return (*known, is_autocast(q.device.type), *types, *settings.values())  # as 1, 1.0 and True are equal
 
 
 def _as_plain(x: Tensor, width: int) -> Tensor:

@@ -126,7 +126,8 @@ class ForwardResult(NamedTuple):
     lse: (B, H, N_q) fp32, the logsumexp of the logits with the smoothed K, to base 2; of the reference to
         base e. −inf for a query that sees no key.
     k_mean: (B, H_kv, documents · D_PAD) fp32, the mean of K over the tokens of each document; no columns if K
-        is not smoothed. The backward subtracts what is here. D_PAD is D padded to a power of two from 32 on.
+        is not smoothed. The backward subtracts what is here. D_PAD is D padded to a power of two, from 32 on,
+        or where kernels pack from 64 on.
     out_residual: the error of rounding out to its dtype, as out; empty without ``compensate_o``.
     packed_q, packed_kv: Q and K, packed for the backward, which then needs q only for a dK in 16 bit, and k
         for a dQ in 16 bit; (tiles, bytes) uint8. Empty unless kernels that can pack were asked to.

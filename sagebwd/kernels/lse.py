@@ -133,7 +133,7 @@ def _shifted(
     if k_mean.shape[-1] and (kernels := _kernels(lse, params)) is not None:
         document = _document_of_queries(lse.shape[-1], params)
         with torch.cuda.device_of(lse):
-            return kernels.shifted(q, lse, k_mean, document, lse_factor, shift_factor)
+            return kernels.shifted(q, lse, k_mean, document, lse_factor, shift_factor, params.documents)
     new = lse * lse_factor
     if k_mean.shape[-1]:
         groups = q.float().unflatten(1, (k_mean.shape[1], -1))

@@ -61,7 +61,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardRe
     params = AttentionParams.unflatten(*arguments)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = torch.empty_like(q) if params.config.compensate_o else q.new_empty(0)
-    columns = params.documents * padded_head_dim(k.shape[-1]) if params.config.smooths_k else 0
+    columns = params.documents * _mean_channels(k, params) if params.config.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
     packed = nothing_packed(q)
     if params.pack_for_backward and params.packs_v is not None:
@@ -168,6 +168,14 @@ def _module(name: str) -> ModuleType:
 # --- What the backward needs -------------------------------------------------------------------------------
 
 
+def _mean_channels(k: Tensor, params: AttentionParams) -> int:
+    """Columns of ``k_mean`` for each document."""
+    from sagebwd.kernels.cuda.packing import packed_head_dim
+
+    packs = params.packs_v is not None
+    return packed_head_dim(k.shape[-1]) if packs else padded_head_dim(k.shape[-1])
+
+
 def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of ``packed_q`` and ``packed_kv``."""
     from sagebwd.kernels.cuda.packing import PackedLayout
@@ -249,7 +257,9 @@ class _Saved(NamedTuple):
         """dq, dk, dv; with create_graph the operator refuses to give more."""
         needed, kv_sizes, result, params, _ = self
         grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
-        if not torch.is_grad_enabled() and not _is_watched(grad_out, *needed, *params.boundaries):
+        if not torch.is_grad_enabled() and not _is_watched(grad_out, *needed, *result, *params.boundaries):
+            window = params.window.narrowed(result.out.shape[2], kv_sizes[1])
+            params = params._replace(window=window)
             qkv = _with_stand_ins(*needed, *kv_sizes, result.out)
             return _run_backward(grad_out, qkv, result, params, grad_lse)
         return ops.backward.default(grad_out, *needed, *kv_sizes, *result, *params.flatten(), grad_lse)
@@ -307,11 +317,20 @@ def _is_watched(*tensors: Tensor | None) -> bool:
     return (
         not PLAIN_TYPES.issuperset(map(type, tensors))
         or tensors[0].is_meta
+        or any(map(_is_odd, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
+    )
+
+
+def _is_odd(x: Tensor | None) -> bool:
+    """Whether its memory does not hold it: a lazy minus, a zero without memory, a batch of gradients."""
+    return x is not None and (
+        x.is_neg() or x._is_zerotensor() or torch._C._functorch.is_legacy_batchedtensor(x)
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,6 +122,14 @@ def test_refuses_masks_that_do_not_go_with_other_arguments():
     for mask in ({"is_causal": True}, {"window_size": (2, 2)}, {"window_size": (20, 20)}):
         with pytest.raises(ValueError, match="needs as many queries as keys, got 5 and 8"):
             sage_attention(X[:, :, :5], X, X, key_padding_mask=KEYS, **mask)
+
+
+@pytest.mark.parametrize("wrong", [(False, 0), (0.0, 0.0), (np.int64(0), 0), ([0], 0), 0])
+def test_what_equals_an_argument_that_was_right_is_refused_still(wrong):
+    q = torch.randn(1, 1, 8, 16)
+    sage_attention(q, q, q, window_size=(0, 0))
+    with pytest.raises(ValueError, match="window_size"):
+        sage_attention(q, q, q, window_size=wrong)
 
 
 def test_explain_refuses_what_the_call_refuses():

@@ -181,7 +181,7 @@ class Plan:
             if kind is ctypes.c_void_p:
                 self._pointers.append((position // 8, place, offset + part))
             else:
-                self._described.append((position, place, kind.describe(x)))
+                self._described.append((position, place, offset + part, kind.describe(x)))
         del self.operands, self.calls, self.copies  # what is kept is above
 
     def _find_addresses(self) -> list[tuple[Operand, int, int, type, int]]:
@@ -218,8 +218,8 @@ class Plan:
         words = frame.words
         for word, place, offset in self._pointers:
             words[word] = addresses[place] + offset
-        for position, place, describe in self._described:
-            described = describe(addresses[place])
+        for position, place, offset, describe in self._described:
+            described = describe(addresses[place] + offset)
             frame.values[position : position + len(described)] = described
         for start, grid, threads, address in frame.launches:
             start(grid, threads, address)  # which reads the arguments before it returns

@@ -18,15 +18,15 @@ LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def _load_means(k_mean, document, head, documents, tokens, n, D_PAD: tl.constexpr):
+def _load_means(k_mean, document, head, documents, width, tokens, n, D_PAD: tl.constexpr):
     """The mean of K (tokens or 1, D_PAD) of each token, 0 where it is not finite. ``head`` is one of K."""
     channels = tl.arange(0, D_PAD)[None, :]
     first = head.to(tl.int64) * documents
     if document is None:
-        means = tl.load(k_mean + first * D_PAD + channels)
+        means = tl.load(k_mean + first * width + channels)
     else:
         row = first + tl.load(document + tokens, mask=tokens < n, other=0)
-        means = tl.load(k_mean + row[:, None] * D_PAD + channels)
+        means = tl.load(k_mean + row[:, None] * width + channels)
     return tl.where(tl.abs(means) < float("inf"), means, 0.0)
 
 
@@ -38,7 +38,7 @@ def _load_sink(sinks, head, heads):
 
 @triton.jit(do_not_specialize=SIZES)
 def _shift_kernel(
-    q, lse, k_mean, document, result, lse_factor, shift_factor, n, d, heads, group, documents, blocks,
+    q, lse, k_mean, document, result, lse_factor, shift_factor, n, d, heads, group, documents, width, blocks,
     BLOCK: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """lse · lse_factor + q·μ · shift_factor of one block of queries."""
@@ -46,7 +46,7 @@ def _shift_kernel(
     tokens = first + tl.arange(0, BLOCK)
     row = head.to(tl.int64) * n + tokens
     queries = device.load_tokens(q, device.head_pointer(q, head, heads, 0), first, n, d, BLOCK, D_PAD)
-    means = _load_means(k_mean, document, head // group, documents, tokens, n, D_PAD)
+    means = _load_means(k_mean, document, head // group, documents, width, tokens, n, D_PAD)
     old = tl.load(lse + row, mask=tokens < n, other=0.0)
     new = old * lse_factor + tl.sum(queries.to(tl.float32) * means, 1) * shift_factor
     tl.store(result + row, tl.where(old == float("-inf"), old, new), mask=tokens < n)
@@ -86,7 +86,7 @@ def _sinks_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def _gradients_kernel(
     dq, k_mean, document, grad_lse, saved_lse, grad_out, out, residual, lse, sinks, lost, scale,
-    n, d, heads, group, documents, blocks, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
+    n, d, heads, group, documents, width, blocks, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
 ):  # fmt: skip
     """Add the term of μ to dQ of one block of queries, and store minus its part of the gradient of a sink."""
     cta = tl.program_id(0)
@@ -111,21 +111,27 @@ def _gradients_kernel(
     if dq is not None:
         saved = tl.load(saved_lse + row, mask=tokens < n, other=0.0)
         total = tl.where(saved == float("-inf"), 0.0, total) * scale
-        means = _load_means(k_mean, document, head // group, documents, tokens, n, D_PAD)
+        means = _load_means(k_mean, document, head // group, documents, width, tokens, n, D_PAD)
         pointer = device.head_pointer(dq, head, heads, 0)
         tile = device.load_tokens(dq, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
         device.store_tokens(dq, pointer, first, n, d, tile + total[:, None] * means, BLOCK, D_PAD)
 
 
 def shifted(
-    q: Tensor, lse: Tensor, k_mean: Tensor, document: Tensor | None, lse_factor: float, shift_factor: float
+    q: Tensor,
+    lse: Tensor,
+    k_mean: Tensor,
+    document: Tensor | None,
+    lse_factor: float,
+    shift_factor: float,
+    documents: int,
 ) -> Tensor:
     """lse · lse_factor + q·μ · shift_factor; ``document`` (N_q,) of each query, None without packing."""
     result = torch.empty_like(lse)
     grid, sizes = _sizes(q)
     _shift_kernel[grid](
         TokenTensor.of(q), lse, k_mean, document, result, lse_factor, shift_factor, *sizes[:3],
-        *_means(q, k_mean), *sizes[3:],
+        *_means(q, k_mean, documents), *sizes[3:],
     )  # fmt: skip
     return result
 
@@ -162,7 +168,7 @@ def finish_gradients(
     _gradients_kernel[grid](
         None if dq is None else TokenTensor.of(dq), saved.k_mean, document, grad_lse, saved.lse,
         TokenTensor.of(grad_out), TokenTensor.of(saved.out), residual, lse, sinks, lost, params.scale,
-        *sizes[:3], *_means(saved.out, saved.k_mean), *sizes[3:],
+        *sizes[:3], *_means(saved.out, saved.k_mean, params.documents), *sizes[3:],
     )  # fmt: skip
     return None if sinks is None else -lost.view(*saved.out.shape[:2], -1).sum((0, 2)).to(sinks.dtype)
 
@@ -174,6 +180,6 @@ def _sizes(x: Tensor) -> tuple[tuple[int], tuple[int, ...]]:
     return (batch * heads * blocks,), (n, d, heads, blocks, BLOCK, padded_head_dim(d))
 
 
-def _means(q: Tensor, k_mean: Tensor) -> tuple[int, int]:
-    """Query heads per head of K, and documents."""
-    return q.shape[1] // k_mean.shape[1], k_mean.shape[2] // padded_head_dim(q.shape[3])
+def _means(q: Tensor, k_mean: Tensor, documents: int) -> tuple[int, int, int]:
+    """Query heads per head of K, documents, and columns of k_mean for each."""
+    return q.shape[1] // k_mean.shape[1], documents, k_mean.shape[2] // documents

@@ -16,7 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import PRESETS, encode
+from sagebwd.interface import AttentionParams
+from sagebwd.kernels.lse import log_of_base, natural_lse
 from sagebwd.metrics import relative_l2
+from sagebwd.window import FULL
 from tests.sagebwd.kernels.inputs import NAMES
 from tests.sagebwd.kernels.sets import emulated_too, only, over
 
@@ -278,6 +281,18 @@ def test_the_operator_keeps_its_promises():
     saved = torch.ops.sagebwd.forward(q, k, v, *settings)
     arguments = (grad_out, q, k, v, *k.shape[1:3], *saved, *settings, grad_lse)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
+
+
+def test_the_mean_of_a_head_that_is_padded_further():
+    """Triton's formula, which CUDA kernels use too: they pad heads of 32 channels to 64."""
+    triton_lse = pytest.importorskip("sagebwd.kernels.triton.lse")
+    (q, *_), n = inputs(70, head_dim=32), 2
+    params = AttentionParams(FULL, 0.2, SageConfig(), "ampere", torch.tensor([0, 30, 70]))
+    mean = pad(torch.randn(1, 1, n, 32), (0, 32)).flatten(2)
+    lse = torch.randn(1, 2, 70)
+    document = (torch.arange(70) >= 30).long()
+    found = triton_lse.shifted(q, lse, mean, document, log_of_base(params), params.scale, n)
+    torch.testing.assert_close(found, natural_lse(q, lse, mean, params))
 
 
 # --- Other names -------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sagebwd import SageConfig, interface, sage_attention
 from sagebwd.config import encode
@@ -16,7 +17,7 @@ from sagebwd.window import CAUSAL
 from tests.inputs import assert_same, gradients
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
-from tests.sagebwd.kernels.sets import emulated_too, on_gpu, over
+from tests.sagebwd.kernels.sets import emulated_too, on_gpu, only, over
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
@@ -129,6 +130,17 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
         inputs = ops.needed_by_backward(*inputs, ForwardResult(*saved), AttentionParams.unflatten(*settings))
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
+
+
+@emulated_too
+@only(lambda kernels: kernels.name == "ampere")  # which pads heads of 32 channels to 64
+def test_small_heads_are_as_the_compiler_is_told(draw, boundaries, kernel_set):
+    q, k, v, _ = (x.to(boundaries.device) for x in draw(70, head_dim=32, batch=1, dtype=torch.float16))
+    function = operators.attention(kernel_set.name, cu_seqlens=boundaries, return_lse=True)
+    wanted = function(q, k, v)
+    torch._dynamo.reset()
+    found = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 def test_the_backward_refuses_to_do_without_q_k_and_v_where_nothing_was_packed(sample, kernel_set):
@@ -244,6 +256,43 @@ def test_vmap_over_more_than_one(sample, causal):
     found = gradients(torch.vmap(causal), *stacked)
     expected = zip(gradients(causal, *inputs), gradients(causal, *others), strict=True)
     assert_same(found, [torch.stack(pair) for pair in expected])
+
+
+def test_gradients_in_batches(sample, causal):
+    *inputs, grad_out = sample()
+    leaves = [x.requires_grad_() for x in inputs]
+    grads = torch.stack([grad_out, grad_out.flip(2)])
+    out = causal(*leaves)
+    found = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
+    wanted = [torch.autograd.grad(out, leaves, x, retain_graph=True) for x in grads]
+    wanted = tuple(torch.stack(x) for x in zip(*wanted, strict=True))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
+@emulated_too
+def test_a_minus_that_torch_has_put_off(sample, causal):
+    q, k, v, _ = sample()
+    minus = torch.view_as_complex(torch.stack([q, q], -1)).conj().imag
+    assert minus.is_neg()
+    assert torch.equal(causal(minus, k, v), causal(-q, k, v))
+
+
+def test_a_window_wider_than_the_keys_in_a_compiled_backward(sample, kernel_set):
+    *inputs, grad_out = sample()
+    names = {"is_causal": True}, {"is_causal": True, "window_size": (2**31 - 1, -1)}
+    narrow, wide = (operators.attention(kernel_set.name, **settings) for settings in names)
+    torch._dynamo.reset()
+    found = gradients(torch.compile(wide, backend="eager"), *inputs, grad_out)
+    assert_same(found, gradients(narrow, *inputs, grad_out))
+
+
+def test_a_tracer_before_dispatch_sees_both_operators(sample, causal):
+    *inputs, grad_out = sample()
+    leaves = [x.requires_grad_() for x in inputs]
+    graph = make_fx(lambda *x: torch.autograd.grad(causal(*x), x, grad_out), pre_dispatch=True)(*leaves)
+    assert {"sagebwd.forward.default", "sagebwd.backward.default"} <= {
+        str(x.target) for x in graph.graph.nodes
+    }
 
 
 @pytest.mark.parametrize("wanted", ["q", "grad_out"])
