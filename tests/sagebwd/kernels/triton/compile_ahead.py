@@ -182,7 +182,7 @@ def run(head_dim: int, variant: Variant) -> None:
     saved = forward(q, k, k, params)
     lse = saved.lse
     if variant.config.smooths_k:
-        lse = sinks_and_lse.shifted(q, lse, saved.k_mean, document, 1.0, 1.0)
+        lse = sinks_and_lse.shifted(q, lse, saved.k_mean, document, 1.0, 1.0, params.documents)
     saved, lse = sinks_and_lse.add_sinks(saved, lse, sinks := q.new_empty(4), params)
     dq, *_ = backward(q, q, k, k, saved, params, lse)
     dq = dq if variant.config.smooths_k else None
