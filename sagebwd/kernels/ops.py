@@ -170,10 +170,11 @@ def _module(name: str) -> ModuleType:
 
 def _mean_channels(k: Tensor, params: AttentionParams) -> int:
     """Columns of ``k_mean`` for each document."""
+    if params.packs_v is None:
+        return padded_head_dim(k.shape[-1])
     from sagebwd.kernels.cuda.packing import packed_head_dim
 
-    packs = params.packs_v is not None
-    return packed_head_dim(k.shape[-1]) if packs else padded_head_dim(k.shape[-1])
+    return packed_head_dim(k.shape[-1])
 
 
 def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple[int, int], tuple[int, int]]:
