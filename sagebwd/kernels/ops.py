@@ -210,6 +210,20 @@ def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
         return kernel_set(params.kernels).token_mean(k, params)
 
 
+def load_ahead(q: Tensor, params: AttentionParams) -> None:
+    """Begin to compile the kernels of a forward and its backward for the GPU, dtype and head size of q.
+
+    Triton compiles its kernels when they are launched.
+    """
+    if params.packs_v is None:
+        return
+    from sagebwd.kernels.cuda import plan
+
+    has_documents = params.cu_seqlens is not None
+    with _on_device_of(q):
+        plan.load_ahead(q.device, q.dtype, q.shape[-1], params.with_documents(None, None), has_documents)
+
+
 # --- Autograd ----------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.interface import AttentionParams, ForwardResult, kernel_set
 
 #: How many plans are remembered: models and batches have many shapes. A plan takes about 20 KB.
 PLANS = 2048
@@ -123,22 +123,21 @@ class Plan:
         self._launches: list[_Launch] = []
         self._pool: list[_Frame] = []  # list.pop and append are atomic
 
-    def launch(self, kernel: Any, grid: int, threads: int, *arguments: Any) -> None:
+    def launch(self, load: Callable[[], Any], grid: int, threads: int, *arguments: Any) -> None:
         """Launch ``grid`` CTAs of ``threads``; nothing if ``grid`` is 0.
 
         Tensors and None are passed as pointers, int as 32-bit int, float as fp32, structures by value.
 
+        Args:
+            load: gives the kernel, see :func:`sagebwd.kernels.cuda.launch.start_loading`. Called when the
+                plan runs for the first time: until then, all that it launches is compiled in threads.
+
         Raises:
-            TypeError: an argument has another type, or another size than the kernel's parameter.
+            TypeError: an argument has another type.
         """
         if grid == 0:
             return
         packed = [_pack(x) for x in arguments]
-        sizes = [len(x) for x in packed]
-        if kernel.parameters not in (None, sizes):
-            raise TypeError(
-                f"{kernel.name} has parameters of {kernel.parameters} bytes, the arguments {sizes}"
-            )
         padded = [x + bytes(-len(x) % 8) for x in packed]
         offsets = [0, *accumulate(map(len, padded))][: len(padded)]
         addresses = [
@@ -146,7 +145,8 @@ class Plan:
             for offset, x in zip(offsets, arguments, strict=True)
             for inner, kind in _addresses_in(type(x))
         ]
-        self._launches.append(_Launch(kernel, grid, threads, b"".join(padded), offsets, addresses))
+        sizes = [len(x) for x in packed]
+        self._launches.append(_Launch(load, grid, threads, b"".join(padded), sizes, offsets, addresses))
 
     def finish(self, inputs: int, results: Sequence[Operand]) -> None:
         """Lay out the memory; nothing can be added afterwards.
@@ -200,7 +200,8 @@ class Plan:
         """The results for these inputs, on torch's current stream. Does not synchronize.
 
         Raises:
-            RuntimeError: CUDA refuses a launch; with the name of its error.
+            RuntimeError: a kernel does not compile, or CUDA refuses a launch; with the name of its error.
+            TypeError: a kernel has parameters of other sizes than its arguments.
         """
         tensors = [*tensors]
         for function, source in self._calls:
@@ -233,11 +234,20 @@ class Plan:
 
 
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
-    """``forward`` of a kernel set, from the same function of operands."""
+    """``forward`` of a kernel set, from the same function of operands.
+
+    If there will be a backward, its kernels are compiled while the forward runs.
+    """
+
+    def write_and_load_ahead(q: Operand, k: Operand, v: Operand, params: AttentionParams) -> ForwardResult:
+        if params.pack_for_backward:
+            has_documents = params.cu_seqlens is not None
+            load_ahead(q.device, q.dtype, q.shape[3], params.with_documents(None, None), has_documents)
+        return write(q, k, v, params)
 
     @functools.wraps(write)
     def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
-        return ForwardResult(*run(write, params, (q, k, v)))
+        return ForwardResult(*run(write_and_load_ahead, params, (q, k, v)))
 
     return forward
 
@@ -271,6 +281,23 @@ def planned_mean(write: Callable[..., Operand]) -> Callable[..., Tensor]:
         return [write(*operands)]
 
     return functools.wraps(write)(lambda k, params: run(write_list, params, (k,))[0])
+
+
+@functools.lru_cache(PLANS)
+def load_ahead(
+    device: torch.device, dtype: torch.dtype, head_dim: int, params: AttentionParams, has_documents: bool
+) -> None:
+    """Begin to compile the kernels of a forward and its backward: of any size, for the current device.
+
+    Args:
+        params: without boundaries; ``has_documents`` tells whether there will be any.
+    """
+    kernels, plan = kernel_set(params.kernels), Plan(device)
+    q = Operand(plan, (1, 1, 1, head_dim), dtype=dtype)
+    if has_documents:
+        params = params.with_documents(Operand(plan, (2,), dtype=torch.int32), None)
+    saved = kernels.forward.__wrapped__(q, q, q, params)
+    kernels.backward.__wrapped__(saved.out, q, q, q, saved, params, None)
 
 
 def run(
@@ -347,26 +374,34 @@ def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 class _Launch(NamedTuple):
     """A launch, with its arguments one after another, each from a multiple of 8 bytes on.
 
-    offsets: of the arguments. addresses: offset and type of what is an address, or is made of one.
+    sizes, offsets: of the arguments. addresses: offset and type of what is an address, or is made of one.
     """
 
-    kernel: Any
+    load: Callable[[], Any]
     grid: int
     threads: int
     values: bytes
+    sizes: list[int]
     offsets: list[int]
     addresses: list[tuple[int, type]]
 
 
 class _Frame:
-    """Memory for the arguments of all launches, and the arrays of pointers to them that the driver reads."""
+    """Memory for the arguments of all launches, and the arrays of pointers to them that the driver reads.
+
+    To make one waits for the kernels.
+    """
 
     def __init__(self, values: bytes, launches: Sequence[_Launch]) -> None:
         self.values = bytearray(values or bytes(8))
         self.words = memoryview(self.values).cast("Q")
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.values))
         self.launches, self._arrays = [], []
-        for kernel, grid, threads, own, offsets, _ in launches:
+        for load, grid, threads, own, sizes, offsets, _ in launches:
+            kernel = load()
+            if kernel.parameters not in (None, sizes):
+                has = f"{kernel.name} has parameters of {kernel.parameters} bytes"
+                raise TypeError(f"{has}, the arguments {sizes}")
             array = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
             self._arrays.append(array)
             self.launches.append((kernel.start, grid, threads, ctypes.addressof(array)))

@@ -127,7 +127,7 @@ def _launch(
     dk_16bit = defines.get("DK_16BIT", False)
     macro = shape_macro(p_16bit, dk_16bit, _has_tile_scales(config))
     cta = CTA_SHAPES[name, head_dim, macro]
-    kernel = launch.load_attention_kernel(
+    kernel = launch.start_loading_attention(
         SOURCES, name, q, params,
         head_dim=head_dim, threads=cta.threads, shared_bytes=cta.shared_bytes,
         TOKEN_SCALES=config.operand_scales == "token", P_16BIT=p_16bit,
@@ -256,7 +256,7 @@ def _launch_one_kernel(call: Backward, k_mean: Operand | None, maps: CTensorMaps
     dk_16bit = not params.config.is_int8("dk")
     _launch("backward", q, params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
     # A CTA for 64 queries and 64 channels each.
-    kernel = launch.load_kernel(
+    kernel = launch.start_loading(
         SOURCES, "finish_dq", "finish_dq_kernel", 0,
         HEAD_DIM=head_dim, IS_CAUSAL=0, IS_BF16=q.dtype == torch.bfloat16,
         LAUNCH_THREADS=FINISH_DQ_THREADS, LAUNCH_BYTES=0,

@@ -56,11 +56,11 @@ def sample(draw):
 def test_hopper(sample, monkeypatch):
     launched = []
 
-    def load_kernel(sources, source, name, shared_bytes, **defines):
+    def start_loading(sources, source, name, shared_bytes, **defines):
         start = lambda *_: launched.append(name.removesuffix("_kernel"))  # noqa: E731
-        return SimpleNamespace(parameters=None, start=start)
+        return lambda: SimpleNamespace(parameters=None, start=start)
 
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(launch, "start_loading", start_loading)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
     plan.plan_of.cache_clear()
