@@ -296,6 +296,7 @@ def load_ahead(
     q = Operand(plan, (1, 1, 1, head_dim), dtype=dtype)
     if has_documents:
         params = params.with_documents(Operand(plan, (2,), dtype=torch.int32), None)
+    # What the decorators above wrap: functions of operands.
     saved = kernels.forward.__wrapped__(q, q, q, params)
     kernels.backward.__wrapped__(saved.out, q, q, q, saved, params, None)
 

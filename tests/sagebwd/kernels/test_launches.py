@@ -15,7 +15,7 @@ from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import tensor_map
 from sagebwd.window import CAUSAL
 
-PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, pack_for_backward=True)
+PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, "hopper", pack_for_backward=True)
 #: Operators that take or describe memory, and launch nothing.
 LAUNCH_NOTHING = ("empty", "view", "transpose", "detach", "expand")
 
