@@ -121,6 +121,8 @@ class Plan:
         self.calls: list[tuple[Callable[..., Any], Operand, list[Operand]]] = []
         self.copies: list[tuple[Operand, Operand]] = []
         self._launches: list[_Launch] = []
+        self._values = bytearray()  # of all arguments
+        self._addresses: list[_Address] = []
         self._pool: list[_Frame] = []  # list.pop and append are atomic
 
     def launch(self, load: Callable[[], Any], grid: int, threads: int, *arguments: Any) -> None:
@@ -137,16 +139,17 @@ class Plan:
         """
         if grid == 0:
             return
-        packed = [_pack(x) for x in arguments]
-        padded = [x + bytes(-len(x) % 8) for x in packed]
-        offsets = [0, *accumulate(map(len, padded))][: len(padded)]
-        addresses = [
-            (offset + inner, kind)
-            for offset, x in zip(offsets, arguments, strict=True)
-            for inner, kind in _addresses_in(type(x))
-        ]
-        sizes = [len(x) for x in packed]
-        self._launches.append(_Launch(load, grid, threads, b"".join(padded), sizes, offsets, addresses))
+        layout = _layout_of(tuple(map(type, arguments)))
+        values = layout.struct.pack(*map(_value, arguments))
+        words, begin = memoryview(values).cast("Q"), len(self._values)
+        for position, kind in layout.addresses:
+            address = words[position // 8]
+            if address >> OFFSET_BITS:  # otherwise null, or an address already
+                x = self.operands[(address >> OFFSET_BITS) - 1]
+                offset = address - x.data_ptr()
+                self._addresses.append(_Address(x, offset, begin + position, kind, len(self._launches)))
+        self._launches.append(_Launch(load, grid, threads, begin, layout))
+        self._values += values
 
     def finish(self, inputs: int, results: Sequence[Operand]) -> None:
         """Lay out the memory; nothing can be added afterwards.
@@ -157,13 +160,12 @@ class Plan:
         """
         for x in results:
             x.is_tensor = True
-        found = self._find_addresses()
         computed = [x for _, _, several in self.calls for x in several]
         own = [x for x in self.operands[inputs:] if x not in computed]
         tensors = [x for x in own if x.is_tensor]
         launches_of: dict[Operand, list[int]] = {}
-        for x, _, _, _, launch in found:
-            launches_of.setdefault(x, []).append(launch)
+        for address in self._addresses:
+            launches_of.setdefault(address.of, []).append(address.launch)
         scratch = [x for x in own if x in launches_of and not x.is_tensor]
         parts, self._scratch = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
         # Where :meth:`run` has the memory of an operand: in which tensor, and from which byte on.
@@ -174,27 +176,14 @@ class Plan:
         self._calls = [(function, places[x][0]) for function, x, _ in self.calls]
         self._copies = [(places[x][0], places[y][0]) for x, y in self.copies]
         self._results = [places[x][0] for x in results]
-        self._values = b"".join(x.values for x in self._launches)
         self._pointers, self._described = [], []
-        for x, offset, position, kind, _ in found:
+        for x, offset, position, kind, _ in self._addresses:
             place, part = places[x]
             if kind is ctypes.c_void_p:
                 self._pointers.append((position // 8, place, offset + part))
             else:
                 self._described.append((position, place, offset + part, kind.describe(x)))
-        del self.operands, self.calls, self.copies  # what is kept is above
-
-    def _find_addresses(self) -> list[tuple[Operand, int, int, type, int]]:
-        """Operand, offset in it, position among all arguments, type, and launch of each of its addresses."""
-        found, begin = [], 0
-        for i, launch in enumerate(self._launches):
-            for position, kind in launch.addresses:
-                address = int.from_bytes(launch.values[position : position + 8], "little")
-                if address >> OFFSET_BITS:  # otherwise null, or an address already
-                    x = self.operands[(address >> OFFSET_BITS) - 1]
-                    found.append((x, address - x.data_ptr(), begin + position, kind, i))
-            begin += len(launch.values)
-        return found
+        del self.operands, self.calls, self.copies, self._addresses  # what is kept is above
 
     def run(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The results for these inputs, on torch's current stream. Does not synchronize.
@@ -372,19 +361,41 @@ def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 # --- Arguments ---------------------------------------------------------------------------------------------
 
 
-class _Launch(NamedTuple):
-    """A launch, with its arguments one after another, each from a multiple of 8 bytes on.
+class _Layout(NamedTuple):
+    """How arguments of some types lie one after another, each from a multiple of 8 bytes on.
 
-    sizes, offsets: of the arguments. addresses: offset and type of what is an address, or is made of one.
+    struct: packs them.
+    sizes, offsets: of the arguments, in bytes.
+    addresses: position and type of what is an address, or is made of one.
     """
+
+    struct: struct.Struct
+    sizes: list[int]
+    offsets: list[int]
+    addresses: list[tuple[int, type]]
+
+
+class _Launch(NamedTuple):
+    """begin: position of its arguments among those of all launches."""
 
     load: Callable[[], Any]
     grid: int
     threads: int
-    values: bytes
-    sizes: list[int]
-    offsets: list[int]
-    addresses: list[tuple[int, type]]
+    begin: int
+    layout: _Layout
+
+
+class _Address(NamedTuple):
+    """An address among the arguments: so many bytes behind the begin of an operand.
+
+    position: among those of all launches.
+    """
+
+    of: Operand
+    offset: int
+    position: int
+    kind: type
+    launch: int
 
 
 class _Frame:
@@ -398,31 +409,51 @@ class _Frame:
         self.words = memoryview(self.values).cast("Q")
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.values))
         self.launches, self._arrays = [], []
-        for load, grid, threads, own, sizes, offsets, _ in launches:
+        for load, grid, threads, begin, layout in launches:
             kernel = load()
-            if kernel.parameters not in (None, sizes):
+            if kernel.parameters not in (None, layout.sizes):
                 has = f"{kernel.name} has parameters of {kernel.parameters} bytes"
-                raise TypeError(f"{has}, the arguments {sizes}")
-            array = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+                raise TypeError(f"{has}, the arguments {layout.sizes}")
+            pointers = [base + begin + offset for offset in layout.offsets]
+            array = (ctypes.c_void_p * len(pointers))(*pointers)
             self._arrays.append(array)
             self.launches.append((kernel.start, grid, threads, ctypes.addressof(array)))
-            base += len(own)
 
 
-def _pack(x: Any) -> bytes:
-    """An argument as the driver takes it."""
+def _value(x: Any) -> Any:
+    """An argument as its :class:`_Layout` packs it."""
     if isinstance(x, (Tensor, Operand)):
-        return struct.pack("=Q", x.data_ptr())
+        return x.data_ptr()
     if x is None:
-        return bytes(8)
-    if isinstance(x, (int, float)):
-        return struct.pack("=i" if isinstance(x, int) else "=f", x)
-    if isinstance(x, ctypes.Structure):
-        return bytes(x)
-    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {type(x).__name__}")
+        return 0
+    return bytes(x) if isinstance(x, ctypes.Structure) else x
 
 
 @functools.cache
+def _layout_of(kinds: tuple[type, ...]) -> _Layout:
+    codes = [_code_of(kind) for kind in kinds]
+    sizes = [struct.calcsize(f"={code}") for code in codes]
+    offsets = [0, *accumulate(size + -size % 8 for size in sizes)]
+    padded = [f"{code}{-size % 8}x" for code, size in zip(codes, sizes, strict=True)]
+    addresses = [
+        (offset + inner, own)
+        for offset, kind in zip(offsets, kinds, strict=False)
+        for inner, own in _addresses_in(kind)
+    ]
+    return _Layout(struct.Struct("=" + "".join(padded)), sizes, offsets[:-1], addresses)
+
+
+def _code_of(kind: type) -> str:
+    """Of the module ``struct``."""
+    if issubclass(kind, (Tensor, Operand, type(None))):
+        return "Q"
+    if issubclass(kind, (int, float)):
+        return "i" if issubclass(kind, int) else "f"
+    if issubclass(kind, ctypes.Structure):
+        return f"{ctypes.sizeof(kind)}s"
+    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {kind.__name__}")
+
+
 def _addresses_in(kind: type) -> list[tuple[int, type]]:
     """Offset and type of the pointers, and of what is made of an address, in an argument of this type."""
     if not issubclass(kind, ctypes.Structure):
