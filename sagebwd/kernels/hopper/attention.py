@@ -29,7 +29,6 @@ from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
-from sagebwd.kernels.hopper import packs_v
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
 from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
@@ -41,7 +40,7 @@ SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
 def _packer_for(x: Operand, params: AttentionParams) -> packing.Packer:
     """Packs for these settings and this head size, with packed documents or without."""
     head_dim = padded_head_dim(x.shape[3])
-    layout = packing.PackedLayout.of(params.config, head_dim, packs_16bit=packs_v(params))
+    layout = packing.PackedLayout.of(params.config, head_dim, packs_16bit=params.cu_seqlens is not None)
     step_q = STEP_Q if _has_tile_scales(params.config) else None
     return packing.Packer(SOURCES, layout, step_q=step_q, rows_in_chunks=is_large(head_dim))
 
