@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult, kernel_set
 
-#: How many plans are remembered: models and batches have many shapes. A plan takes about 20 KB.
+#: How many plans are remembered: models and batches have many shapes. A plan takes about 15 KB.
 PLANS = 2048
 #: An address in a plan: the place of a tensor, counted from 1, and below it an offset in bytes.
 OFFSET_BITS = 48
