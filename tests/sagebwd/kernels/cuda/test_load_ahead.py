@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from sagebwd import SageConfig, dispatch, prepare
+from sagebwd import SageConfig, dispatch, preparation, prepare
 from sagebwd.config import DEFAULT_CONFIG, PRESETS
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
@@ -66,6 +68,7 @@ def test_other_sizes_begin_nothing(events, draw):
 
 def test_what_is_prepared_compiles_at_once(events, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", lambda *_: "hopper")
+    monkeypatch.setattr(preparation, "explain", lambda *_, **__: SimpleNamespace(kernels="hopper"))
     queries = [torch.zeros(1, 2, 70, d, dtype=BF16) for d in (64, 128)]
     configs = [SageConfig(), SageConfig.consistent(), SageConfig.paper()]
     with torch.no_grad():
@@ -81,5 +84,6 @@ def test_to_prepare_where_nothing_is_compiled():
     q = torch.zeros(2, 3, 8)
     prepare(q, window_size=(2, 0), configs=[SageConfig(), SageConfig.paper()])
     assert not q.requires_grad
-    with pytest.raises(ValueError, match="config is"):
-        prepare(q, configs=["paper"])
+    for refused in ({"configs": ["paper"]}, {"window_size": (1, 2, 3)}):
+        with pytest.raises(ValueError, match=r"config is|window_size is"):
+            prepare(q, **refused)
