@@ -116,8 +116,9 @@ def start_compiling(sources: Sources, source: str, defines: Defines) -> Future[b
     with _cubins_lock:
         future = _cubins.get(key)
         if future is None or (future.done() and future.exception()):
-            future = _cubins[key] = Future()
+            future = Future()
             threading.Thread(target=_compile_into, args=(future, sources, source, defines)).start()
+            _cubins[key] = future
     return future
 
 
