@@ -6,6 +6,9 @@ A kernel set is a module with
     backward(grad_out, q, k, v, saved, params, grad_lse=None) -> (dq, dk, dv), laid out as q, k, v
     token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
+Those that pack (see :attr:`AttentionParams.packs`) take forward(..., together=True), which gives a
+:class:`sagebwd.kernels.cuda.plan.KeptResult`; their backward takes that, too, with None for what was packed.
+
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
 Rows of dS then sum to grad_lse, not to zero, so that dQ lacks scale · grad_lse · μ where the mean μ of K was
@@ -78,6 +81,11 @@ class AttentionParams(NamedTuple):
         return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
+    def packs(self) -> bool:
+        """Whether these kernels can pack Q and K for the backward."""
+        return self.packs_v is not None
+
+    @property
     def packs_v(self) -> bool | None:
         """Whether these kernels pack V, too, where they pack Q and K for the backward; None if they never do.
 
@@ -130,6 +138,14 @@ class ForwardResult(NamedTuple):
     out_residual: Tensor
     packed_q: Tensor
     packed_kv: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What to save for the backward, which :meth:`restored` makes the same result of."""
+        return tuple(self)
+
+    def restored(self, *tensors: Tensor) -> ForwardResult:
+        return ForwardResult(*tensors)
 
 
 def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:

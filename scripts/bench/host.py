@@ -61,7 +61,7 @@ PARTS = {
         "sagebwd.kernels.ops._save_for_backward",
         "sagebwd.kernels.ops._run_forward",
     ),
-    "looking up the plan": ("sagebwd.kernels.cuda.plan.run",),
+    "looking up the plan": ("sagebwd.kernels.cuda.plan.prepared",),
     "allocations": ("torch.empty", "torch.empty_strided"),
     "addresses": ("sagebwd.kernels.cuda.plan.Plan.run",),
     "launches": ("sagebwd.kernels.cuda.launch.Kernel.start",),

@@ -8,10 +8,11 @@ arguments that are packed already, and launches.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -76,6 +77,13 @@ class Operand:
     def new_empty(self, shape: Sequence[int] | int, dtype: torch.dtype | None = None) -> Operand:
         shape = (shape,) if isinstance(shape, int) else shape
         return Operand(self.plan, shape, dtype=dtype or self.dtype)
+
+    def part(self, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Operand:
+        """A tensor in the memory of this one, ``offset`` bytes behind its begin."""
+        part = copy.copy(self)
+        part.shape, part._strides, part.dtype = tuple(shape), tuple(strides), dtype
+        part._misalignment += offset
+        return part
 
     def new_result(self) -> Operand:
         """Laid out as this tensor, as ``empty_like`` does; (B, N, H, D) in memory if it is a stand-in."""
@@ -151,31 +159,44 @@ class Plan:
         self._launches.append(_Launch(load, grid, threads, begin, layout))
         self._values += values
 
-    def finish(self, inputs: int, results: Sequence[Operand]) -> None:
+    def finish(self, inputs: int, results: Sequence[Operand], *, together: bool = False) -> None:
         """Lay out the memory; nothing can be added afterwards.
 
         Args:
             inputs: how many of the operands, the first, a call gives.
             results: what it returns.
+            together: whether what it returns is what :class:`KeptResult` takes.
         """
+        kept = [x for x in results[1:] if together and not x.is_tensor]
         for x in results:
-            x.is_tensor = True
+            x.is_tensor = x not in kept
         computed = [x for _, _, several in self.calls for x in several]
         own = [x for x in self.operands[inputs:] if x not in computed]
         tensors = [x for x in own if x.is_tensor]
         launches_of: dict[Operand, list[int]] = {}
         for address in self._addresses:
             launches_of.setdefault(address.of, []).append(address.launch)
-        scratch = [x for x in own if x in launches_of and not x.is_tensor]
+        scratch = [x for x in own if x in launches_of and not x.is_tensor and x not in kept]
         parts, self._scratch = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
         # Where :meth:`run` has the memory of an operand: in which tensor, and from which byte on.
         whole = [*self.operands[:inputs], *computed, *tensors]
         places = {x: (i, 0) for i, x in enumerate(whole)}
         places |= {x: (len(whole), part) for x, part in zip(scratch, parts, strict=True)}
+        ends = [0, *accumulate(x.size + -x.size % ALIGNMENT for x in kept)]
+        places |= {x: (len(whole) + 1, begin) for x, begin in zip(kept, ends, strict=False)}
+        self._kept = ends[-1] if together else None
         self._tensors = [(x.shape, x.stride(), x.dtype, x.fill) for x in tensors]
         self._calls = [(function, places[x][0]) for function, x, _ in self.calls]
         self._copies = [(places[x][0], places[y][0]) for x, y in self.copies]
-        self._results = [places[x][0] for x in results]
+        self._results = [places[x][0] for x in results if x not in kept]
+        if together:
+            self._results.append(len(whole) + 1)
+            found = [(self._results.index(places[x][0]), places[x][1]) for x in results]
+            #: Of each result: which returned tensor has it, from which byte on; its shape, strides and dtype.
+            self.fields = [
+                (*place, x.shape, x.stride(), x.dtype) for place, x in zip(found, results, strict=True)
+            ]
+            self.input_shapes = [x.shape for x in self.operands[:inputs]]
         self._pointers, self._described = [], []
         for x, offset, position, kind, _ in self._addresses:
             place, part = places[x]
@@ -200,6 +221,8 @@ class Plan:
             tensors.append(x if fill is None else x.fill_(fill))
         # Freed when this returns: what this stream runs next may take it.
         tensors.append(torch.empty(self._scratch, dtype=torch.uint8, device=self.device))
+        if self._kept is not None:
+            tensors.append(torch.empty(self._kept, dtype=torch.uint8, device=self.device))
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         try:
             frame = self._pool.pop()
@@ -222,6 +245,34 @@ class Plan:
 # --- Functions of operands as functions of tensors ---------------------------------------------------------
 
 
+class KeptResult:
+    """A :class:`ForwardResult` most of whose tensors lie in one, of which views are made when asked for.
+
+    To allocate, save and free a tensor takes the host longer than a launch.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], plan: Plan) -> None:
+        self.tensors, self.plan = tuple(tensors), plan
+
+    def restored(self, *tensors: Tensor) -> KeptResult:
+        """From :attr:`tensors`, after they were saved."""
+        return KeptResult(tensors, self.plan)
+
+    @property
+    def out(self) -> Tensor:
+        return self.tensors[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index, offset, shape, strides, dtype in self.plan.fields:
+            x = self.tensors[index]
+            if x.dtype != dtype or x.shape != shape:
+                x = x[offset : offset + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
+            yield x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ForwardResult(*self), name)
+
+
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
     """``forward`` of a kernel set, from the same function of operands.
 
@@ -235,8 +286,12 @@ def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., Forwar
         return write(q, k, v, params)
 
     @functools.wraps(write)
-    def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
-        return ForwardResult(*run(write_and_load_ahead, params, (q, k, v)))
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
+    ) -> ForwardResult | KeptResult:
+        plan, tensors = prepared(write_and_load_ahead, params, (q, k, v), together=together)
+        results = plan.run(tensors)
+        return KeptResult(results, plan) if together else ForwardResult(*results)
 
     return forward
 
@@ -248,17 +303,30 @@ def planned_backward(write: Callable[..., Sequence[Operand]]) -> Callable[..., t
         grad_out, q, k, v, grad_lse, *saved, params = operands
         return write(grad_out, q, k, v, ForwardResult(*saved), params, grad_lse)
 
+    def write_kept(*operands: Any, forward: Plan) -> Sequence[Operand]:
+        grad_out, *qkv, grad_lse = operands[:5]
+        saved = [operands[5 + index].part(*place) for index, *place in forward.fields]
+        for i, shape in enumerate(forward.input_shapes[:3]):
+            if qkv[i] is None:  # it was packed: of dQ's layout, or of none
+                qkv[i] = saved[0] if i == 0 else grad_out.part(0, shape, (0,) * 4, grad_out.dtype)
+        return write(grad_out, *qkv, ForwardResult(*saved), operands[-1], grad_lse)
+
     @functools.wraps(write)
     def backward(
         grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        saved: ForwardResult,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        saved: ForwardResult | KeptResult,
         params: AttentionParams,
         grad_lse: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        return tuple(run(write_flat, params, (grad_out, q, k, v, grad_lse, *saved)))
+        tensors = (grad_out, q, k, v, grad_lse, *saved.tensors)
+        if isinstance(saved, KeptResult):
+            plan, tensors = prepared(write_kept, params, tensors, forward=saved.plan)
+        else:
+            plan, tensors = prepared(write_flat, params, tensors)
+        return tuple(plan.run(tensors))
 
     return backward
 
@@ -297,10 +365,20 @@ def run(
 
     ``write`` is called once for each signature. It may look at nothing but its arguments.
     """
-    tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
-    known = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
-    plan = plan_of(write, params.with_documents(None, None), tensors[0].device, tuple(known))
+    plan, tensors = prepared(write, params, tensors)
     return plan.run(tensors)
+
+
+def prepared(
+    write: Callable[..., Sequence[Operand]],
+    params: AttentionParams,
+    tensors: Sequence[Tensor | None],
+    **options: Any,
+) -> tuple[Plan, Sequence[Tensor | None]]:
+    """The plan of :func:`run`, and what to run it with. Options are those of :func:`plan_of`."""
+    tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
+    known = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+    return plan_of(write, params.with_documents(None, None), tensors[0].device, known, **options), tensors
 
 
 @functools.lru_cache(PLANS)
@@ -309,12 +387,21 @@ def plan_of(
     params: AttentionParams,
     device: torch.device,
     signature: tuple[tuple[Any, ...] | None, ...],
+    *,
+    together: bool = False,
+    **named: Plan,
 ) -> Plan:
-    """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None."""
+    """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None.
+
+    Args:
+        together: as of :meth:`Plan.finish`.
+        named: for ``write``.
+    """
     plan = Plan(device)
     inputs = [Operand(plan, *(known or ((),))) for known in signature]
     *given, cu_seqlens, cu_seqlens_kv = (known and x for known, x in zip(signature, inputs, strict=True))
-    plan.finish(len(inputs), write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv)))
+    made = write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv), **named)
+    plan.finish(len(inputs), made, together=together)
     return plan
 
 
