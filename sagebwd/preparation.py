@@ -36,7 +36,8 @@ def prepare(
 
     Args:
         queries: (…, H, N, D), one for each head size, dtype or GPU. For each of ``configs``, each is taken
-            for queries, keys and values of a forward and a backward.
+            for queries, keys and values of a forward and a backward. More tokens than ``window_size``, which
+            otherwise is none.
         is_causal, window_size, cu_seqlens, configs: as of :func:`sagebwd.sage_attention`.
 
     Raises:

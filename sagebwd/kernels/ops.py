@@ -12,9 +12,8 @@ host's time decides.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,18 +99,13 @@ def _backward(
     """
     arguments, grad_lse = arguments[:PARAMETERS], (*arguments, None)[PARAMETERS]
     params = AttentionParams.unflatten(*arguments)
-    if q is None and not (packed_q.numel() and params.config.is_int8("dk")):
-        raise ValueError(
-            "sagebwd::backward got no q; pass it: only CUDA kernels can do without, with the packed_q of "
-            "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
-        )
-    has_v = v is not None or (packed_kv.numel() and params.packs_v)
+    has_q = q is not None or (packed_q.numel() and params.config.is_int8("dk"))
     has_k = k is not None or (packed_kv.numel() and params.config.is_int8("dq"))
-    if not (has_k and has_v):
+    has_v = v is not None or (packed_kv.numel() and params.packs_v)
+    if not (has_q and has_k and has_v):
         raise ValueError(
-            "sagebwd::backward got neither k and v nor what replaces them; pass k and v: only CUDA kernels "
-            "can do without, with the packed_kv of sagebwd::forward(pack_for_backward=True), without k if dQ "
-            "is INT8, without v if packed_kv holds V"
+            "sagebwd::backward got no q, k or v, and not what replaces it; pass q, k and v, or what "
+            "sagebwd::forward(pack_for_backward=True) of CUDA kernels returned"
         )
     q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
     saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
@@ -165,10 +159,6 @@ def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionPara
     """Without limits of the window that hide nothing, which may be too large for the kernels' arithmetic."""
     params = AttentionParams.unflatten(*arguments)
     return params._replace(window=params.window.narrowed(q.shape[-2], k.shape[-2]))
-
-
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f".{name}", __package__)
 
 
 # --- What the backward needs -------------------------------------------------------------------------------
@@ -327,8 +317,8 @@ torch.library.register_autograd(
     add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
-when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
-when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
+when_imported("torch.utils.flop_counter", lambda: import_module(".flops", __package__).register())
+when_imported("torch.distributed.tensor", lambda: import_module(".sharding", __package__).register())
 
 
 #: Tensors that stand for themselves.

@@ -14,7 +14,6 @@ with clocks around the functions of each part, and scaled to the whole; the engi
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from argparse import ArgumentTypeError, Namespace
@@ -22,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from threading import local
 from typing import Any
 from unittest.mock import patch
@@ -237,9 +237,7 @@ def measure_parts(run: Callable[[], Any], arguments: Namespace, device: torch.de
     with ExitStack() as stack:
         for part, names in PARTS.items():
             for name in names:
-                owner, attribute = resolve(name)
-                wrapped = timed(part, getattr(owner, attribute))
-                stack.enter_context(patch.object(owner, attribute, wrapped))
+                stack.enter_context(patch(name, timed(part, resolve_name(name))))
         plan.plan_of.cache_clear()  # they hold functions without clocks
         run()
         spent.clear()
@@ -254,16 +252,6 @@ def measure_parts(run: Callable[[], Any], arguments: Namespace, device: torch.de
     parts = {x: {"us": scale * spent[x] / count, "calls": calls[x] / count} for x in PARTS}
     parts[REST] = {"us": whole - sum(x["us"] for x in parts.values()), "calls": 1}
     return parts | {"whole": {"us": whole, "calls": 1}}
-
-
-def resolve(name: str) -> tuple[Any, str]:
-    """The module or class that holds a function, and its name there."""
-    path, attribute = name.rsplit(".", 1)
-    try:
-        return importlib.import_module(path), attribute
-    except ModuleNotFoundError:
-        module, owner = path.rsplit(".", 1)
-        return getattr(importlib.import_module(module), owner), attribute
 
 
 if __name__ == "__main__":

@@ -130,7 +130,8 @@ class Plan:
         self.copies: list[tuple[Operand, Operand]] = []
         self._launches: list[_Launch] = []
         self._values = bytearray()  # of all arguments
-        self._addresses: list[_Address] = []
+        # Operand, offset in it, position among these, type, and launch of each of its addresses.
+        self._addresses: list[tuple[Operand, int, int, type, int]] = []
         self._pool: list[_Frame] = []  # list.pop and append are atomic
 
     def launch(self, load: Callable[[], Any], grid: int, threads: int, *arguments: Any) -> None:
@@ -154,8 +155,8 @@ class Plan:
             address = words[position // 8]
             if address >> OFFSET_BITS:  # otherwise null, or an address already
                 x = self.operands[(address >> OFFSET_BITS) - 1]
-                offset = address - x.data_ptr()
-                self._addresses.append(_Address(x, offset, begin + position, kind, len(self._launches)))
+                found = (x, address - x.data_ptr(), begin + position, kind, len(self._launches))
+                self._addresses.append(found)
         self._launches.append(_Launch(load, grid, threads, begin, layout))
         self._values += values
 
@@ -174,8 +175,8 @@ class Plan:
         own = [x for x in self.operands[inputs:] if x not in computed]
         tensors = [x for x in own if x.is_tensor]
         launches_of: dict[Operand, list[int]] = {}
-        for address in self._addresses:
-            launches_of.setdefault(address.of, []).append(address.launch)
+        for x, _, _, _, launch in self._addresses:
+            launches_of.setdefault(x, []).append(launch)
         scratch = [x for x in own if x in launches_of and not x.is_tensor and x not in kept]
         parts, self._scratch = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
         # Where :meth:`run` has the memory of an operand: in which tensor, and from which byte on.
@@ -470,19 +471,6 @@ class _Launch(NamedTuple):
     threads: int
     begin: int
     layout: _Layout
-
-
-class _Address(NamedTuple):
-    """An address among the arguments: so many bytes behind the begin of an operand.
-
-    position: among those of all launches.
-    """
-
-    of: Operand
-    offset: int
-    position: int
-    kind: type
-    launch: int
 
 
 class _Frame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,12 @@ from tests.inputs import gradients
 BF16 = torch.bfloat16
 #: Those of kernels/sets.py need no GPU either, but a window and documents are no settings of a set.
 GPUS = {"hopper": dispatch.ARCHITECTURES["9.0"], "ampere": dispatch.ARCHITECTURES["8.9"]}
-
-
-def runs(kernels, config, head_dim):
-    call = dispatch.Call("cuda", GPUS[kernels], BF16, head_dim, config)
-    return not dispatch.obstacles(kernels, call)
+#: (kernels, preset, head size) of what they run.
+KINDS = [
+    (kernels, preset, head_dim)
+    for (kernels, gpu), (preset, config), head_dim in product(GPUS.items(), PRESETS.items(), (64, 128, 256))
+    if not dispatch.obstacles(kernels, dispatch.Call("cuda", gpu, BF16, head_dim, config))
+]
 
 
 def attend(params):
@@ -30,18 +32,13 @@ def attend(params):
 
 @pytest.mark.parametrize("boundaries", [None, [0, 30, 200]], ids=["whole", "packed"])
 @pytest.mark.parametrize("window", [FULL, CAUSAL, Window(70, 5)], ids=["full", "causal", "window"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("kernels", GPUS)
+@pytest.mark.parametrize(("kernels", "preset", "head_dim"), KINDS)
 def test_all_that_a_forward_and_its_backward_need_begins_with_the_forward(
     events, draw, kernels, preset, head_dim, window, boundaries
 ):
     """And nothing else, whatever the sizes."""
-    config = PRESETS[preset]
-    if not runs(kernels, config, head_dim):
-        pytest.skip("other kernels run these settings")
     cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
-    params = AttentionParams(window, 0.5, config, kernels, cu_seqlens)
+    params = AttentionParams(window, 0.5, PRESETS[preset], kernels, cu_seqlens)
     q, k, v, grad_out = draw(200, batch=1, heads=4, kv_heads=2, head_dim=head_dim, dtype=BF16)
     out = attend(params)(*(x.requires_grad_() for x in (q, k, v)))
     of_forward, begun = events.of("loaded"), events.of("begun")
