@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -141,11 +142,13 @@ class ForwardResult(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What to save for the backward, which :meth:`restored` makes the same result of."""
+        """What to save for the backward."""
         return tuple(self)
 
-    def restored(self, *tensors: Tensor) -> ForwardResult:
-        return ForwardResult(*tensors)
+    @property
+    def restore(self) -> Callable[..., ForwardResult]:
+        """Makes the same result of these tensors; holds none of them."""
+        return ForwardResult
 
 
 def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -236,7 +236,7 @@ def _save_for_backward(
     ctx.kv_sizes = k.shape[1:3]
     ctx.params = params.with_documents(None, None)  # tensors are saved below
     needed, tensors = needed_by_backward(q, k, v, params), result.tensors
-    ctx.restored, ctx.count = result.restored, len(tensors)
+    ctx.restore, ctx.count = result.restore, len(tensors)
     ctx.save_for_backward(*needed, *params.boundaries, *tensors, *others)
     ctx.set_materialize_grads(False)
 
@@ -260,7 +260,7 @@ class _Saved(NamedTuple):
     def of(cls, ctx: Any) -> _Saved:
         q, k, v, cu_seqlens, cu_seqlens_kv, *rest = ctx.saved_tensors
         params = ctx.params.with_documents(cu_seqlens, cu_seqlens_kv)
-        result = ctx.restored(*rest[: ctx.count])
+        result = ctx.restore(*rest[: ctx.count])
         return cls((q, k, v), ctx.kv_sizes, result, params, rest[ctx.count :])
 
     def gradients(

@@ -252,12 +252,13 @@ class KeptResult:
     To allocate, save and free a tensor takes the host longer than a launch.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], plan: Plan) -> None:
-        self.tensors, self.plan = tuple(tensors), plan
+    def __init__(self, plan: Plan, *tensors: Tensor) -> None:
+        self.plan, self.tensors = plan, tensors
 
-    def restored(self, *tensors: Tensor) -> KeptResult:
-        """From :attr:`tensors`, after they were saved."""
-        return KeptResult(tensors, self.plan)
+    @property
+    def restore(self) -> Callable[..., KeptResult]:
+        """As of :class:`ForwardResult`."""
+        return functools.partial(KeptResult, self.plan)
 
     @property
     def out(self) -> Tensor:
@@ -292,7 +293,7 @@ def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., Forwar
     ) -> ForwardResult | KeptResult:
         plan, tensors = prepared(write_and_load_ahead, params, (q, k, v), together=together)
         results = plan.run(tensors)
-        return KeptResult(results, plan) if together else ForwardResult(*results)
+        return KeptResult(plan, *results) if together else ForwardResult(*results)
 
     return forward
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -264,6 +266,22 @@ def test_the_operators_may_be_seen_in_one_direction_alone(sample, kernel_set, se
         watched = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
     contexts = (nullcontext(), watched) if seen == "backward" else (watched, nullcontext())
     assert_same(run(*contexts), run(nullcontext(), nullcontext()))
+
+
+@emulated_too
+@pytest.mark.parametrize("kernel_watched", [False, True])
+def test_memory_is_freed_with_the_output(sample, causal, kernel_watched):
+    """Not at the next garbage collection: nothing that is saved refers to the output."""
+    *qkv, _ = sample(40)
+    with torch.autograd.profiler.profile() if kernel_watched else nullcontext():
+        out = causal(*(x.requires_grad_() for x in qkv))
+    alive = weakref.ref(out)
+    gc.disable()
+    try:
+        del out
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_a_selective_checkpoint_does_not_attend_again(sample, kernel_set, ways, monkeypatch):
