@@ -35,8 +35,8 @@ FIRST_PROCESS = "SAGEBWD_RUN_PROCESS"
 #: What an option replaces.
 REPLACED = {
     "sdpa": "torch's scaled_dot_product_attention",
-    "flash_attn": "the library flash_attn, FlashAttention-2 and -4",
-    "flash_attn_3": "the library flash_attn_interface, FlashAttention-3",
+    "flash_attn": "the library flash_attn (FlashAttention-2 and -4), and the Hub's kernel flash-attn2",
+    "flash_attn_3": "the library flash_attn_interface, and the Hub's kernel flash-attn3",
     "sageattention": "the library sageattention",
 }
 
@@ -45,7 +45,8 @@ def main(argv: list[str] | None = None) -> None:
     """Replace this process by the program's."""
     parser = argparse.ArgumentParser(
         "python -m sagebwd.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Without an option: --sdpa, and each library that is installed.", allow_abbrev=False,
+        epilog="Without an option: --sdpa, and flash_attn and sageattention where they are installed.",
+        allow_abbrev=False,
     )  # fmt: skip
     for name, meaning in REPLACED.items():
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", help=f"replace {meaning}")
@@ -62,6 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ[FIRST_PROCESS] = str(os.getpid())
     paths = [str(Path(__file__).parent / "integrations" / "startup"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    if os.name != "nt":  # where a path has the colon that divides paths there
+        kernels = [*map(stand_in.hub_kernels, chosen), os.environ.get("LOCAL_KERNELS")]
+        os.environ["LOCAL_KERNELS"] = ":".join(filter(None, kernels))
     command = _command(options.program, options.is_module)
     if command is None:
         parser.error(f"there is no file and no command {options.program[0]!r}")
@@ -72,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _installed() -> list[str]:
-    return [name for name, library in stand_in.LIBRARIES.items() if importlib.util.find_spec(library)]
+    """Without FlashAttention-3, whose older releases return a tuple where newer ones return the output."""
+    return [name for name in ("flash_attn", "sageattention") if importlib.util.find_spec(name)]
 
 
 def _command(program: list[str], is_module: bool) -> list[str] | None:

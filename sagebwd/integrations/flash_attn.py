@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "install",
     "uninstall",
 ]
@@ -205,6 +206,11 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *others: Any, **settings: Any) -> Result:
     """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D), and its others."""
     return flash_attn_varlen_func(q, *_unpack("(tokens, 2, heads, head size)", 1, kv=kv), *others, **settings)
+
+
+def flash_attn_with_kvcache(*_: Any, **__: Any) -> NoReturn:
+    """Refused: it generates. transformers imports it together with the functions that train."""
+    raise NotImplementedError("sagebwd does not compute attention to a cache; generate with flash_attn")
 
 
 # --- What attention over several GPUs is built of ----------------------------------------------------------

@@ -23,6 +23,12 @@ LIBRARIES = {
     "sageattention": "sageattention",
 }
 
+#: By folder of ``stand_ins/hub``: the kernels of the Hugging Face Hub that it replaces.
+HUB_KERNELS = {
+    "flash_attn": ("kernels-community/flash-attn2",),
+    "flash_attn_3": ("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"),
+}
+
 _configs: dict[str, SageConfig] = {}
 
 
@@ -54,6 +60,12 @@ def install(name: str, config: SageConfig) -> None:
         sys.path.insert(0, folder)
         logging.getLogger(__name__).warning("`import %s` now gives SageBwd, which trains", library)
     _configs[name] = config
+
+
+def hub_kernels(name: str) -> str:
+    """For ``LOCAL_KERNELS``, which tells the library ``kernels`` where a kernel is that it need not load."""
+    folder = FOLDERS / "hub" / name
+    return ":".join(f"{kernel}={folder}" for kernel in HUB_KERNELS.get(name, ()))
 
 
 def uninstall(name: str) -> None:

@@ -43,6 +43,34 @@ x = torch.randn(1, 2, 32, 16, requires_grad=True)
 scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
 scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum().backward()
 sageattn(x, x, x).sum().backward()
+
+def attend(*tensors):
+    pass
+
+torch.nn.functional.scaled_dot_product_attention = attend
+"""
+
+#: A language model and an image model, as their libraries' trainers run them.
+MODELS = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from diffusers import FluxTransformer2DModel
+
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+llama = LlamaForCausalLM(LlamaConfig(vocab_size=50, **sizes)).train()
+llama.gradient_checkpointing_enable()
+tokens, shown = torch.arange(48).view(2, 24), torch.ones(2, 24, dtype=torch.long)
+shown[0, 16:] = 0
+llama(tokens, attention_mask=shown, labels=tokens).loss.backward()
+
+sizes = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+flux = FluxTransformer2DModel(
+    in_channels=4, joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8), **sizes
+)
+flux.set_attention_backend("sage")
+image, text, pooled = torch.randn(1, 16, 4), torch.randn(1, 6, 16), torch.randn(1, 16)
+ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)}
+flux(image, text, pooled, torch.ones(1), **ids).sample.square().sum().backward()
 """
 
 
@@ -51,6 +79,7 @@ def run(tmp_path):
     """Run Python with a program in a folder of its own; the finished process, output as text."""
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "trains.py").write_text(TRAINS)
+    (tmp_path / "models.py").write_text(MODELS)
 
     def running(*arguments, **environment):
         return subprocess.run(
@@ -59,6 +88,11 @@ def run(tmp_path):
         )  # fmt: skip
 
     return running
+
+
+def rows(found):
+    """What it printed as an error, a space for each gap."""
+    return [" ".join(line.split()) for line in found.stderr.splitlines()]
 
 
 def test_a_program_runs_as_without_it(run):
@@ -79,11 +113,11 @@ def test_a_program_runs_as_without_it(run):
 def test_the_report_names_what_ran_and_what_did_not(run):
     found = run("-m", "sagebwd.run", "--sageattention", "--sdpa", "-m", "trains")
     assert found.returncode == 0, found.stderr
-    rows = [" ".join(line.split()) for line in found.stderr.splitlines()]
-    assert rows[-3:] == [
+    assert rows(found)[-4:] == [
         "sageattn 1 INT8 (reference)",
         "scaled_dot_product_attention 1 full precision: attention dropout",
         "scaled_dot_product_attention 1 INT8 (reference)",
+        "The program put __main__.attend before it, and SageBwd saw what that hands on",
     ]
 
 
@@ -91,6 +125,16 @@ def test_a_command_without_attention(run):
     found = run("-m", "sagebwd.run", "--sdpa", sys.executable, "-c", "import torch; exit(5)")
     assert found.returncode == 5
     assert "made no call" in found.stderr
+
+
+def test_models_of_transformers_and_diffusers(run):
+    pytest.importorskip("diffusers")
+    found = run("-m", "sagebwd.run", "--sageattention", "--sdpa", "models.py")
+    assert found.returncode == 0, found.stderr
+    assert rows(found)[-2:] == [
+        "sageattn 2 INT8 (reference)",
+        "scaled_dot_product_attention (causal, hidden keys) 4 INT8 (reference)",
+    ]
 
 
 def test_ranks_of_torchrun_report_once(run):

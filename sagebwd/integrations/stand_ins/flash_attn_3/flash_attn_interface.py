@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sagebwd.integrations import flash_attn
 from sagebwd.integrations.alignment import check_refused
+from sagebwd.integrations.flash_attn import flash_attn_with_kvcache
 from sagebwd.integrations.stand_in import config_of
 
 Result = Tensor | tuple[Tensor, Tensor]

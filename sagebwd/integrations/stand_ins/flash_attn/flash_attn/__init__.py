@@ -5,7 +5,6 @@ Other modules are those of an installed flash_attn, also of FlashAttention-4's, 
 
 from pkgutil import extend_path
 
-from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from sagebwd.integrations.flash_attn import *
 
 __version__ = "2.8.3"  # whose functions these are

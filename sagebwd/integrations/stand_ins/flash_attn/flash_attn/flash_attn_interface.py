@@ -1,7 +1,5 @@
 """The module of flash_attn that has its functions, and those of which rings are built."""
 
-from typing import NoReturn
-
 from sagebwd.integrations.flash_attn import *
 from sagebwd.integrations.flash_attn import (
     _flash_attn_backward,
@@ -19,8 +17,3 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
-
-
-def flash_attn_with_kvcache(*_: object, **__: object) -> NoReturn:
-    """Imported by transformers together with the functions that train."""
-    raise NotImplementedError("sagebwd does not compute attention to a cache; generate with flash_attn")
