@@ -118,6 +118,13 @@ def musubi_kandinsky(q, k, v):
     return sageattention.sageattn(*nhd(q, k, v), tensor_layout="NHD", is_causal=False).transpose(1, 2)
 
 
+def sd_scripts_flux(q, k, v):
+    """Compiled, where no mask is read: its strides say that it hides keys from all queries."""
+    mask = SHOWN[:, None, None].expand(-1, H, N, -1)
+    attend = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend="aot_eager")
+    return attend(q, k, v, attn_mask=mask)
+
+
 def sd_scripts_lumina(q, k, v):
     """ai-toolkit's OmniGen2 and Boogu, too."""
     from flash_attn import flash_attn_varlen_func
@@ -133,6 +140,12 @@ def sd_scripts_lumina(q, k, v):
 
 
 # --- ai-toolkit, diffusion-pipe, DiffSynth-Studio, SimpleTuner, OneTrainer ---------------------------------
+
+
+def ai_toolkit_chroma(q, k, v):
+    """Queries of padding see nothing."""
+    mask = (SHOWN.float()[:, None, :, None] * SHOWN.float()[:, None, None]).bool()
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
 def ai_toolkit_flux(q, k, v):
@@ -264,7 +277,9 @@ CALLS = {
     musubi_wan_flash3: "full",
     musubi_wan_sage: "full",
     musubi_kandinsky: "full",
+    sd_scripts_flux: "padding",
     sd_scripts_lumina: "padding",
+    ai_toolkit_chroma: "padding",
     ai_toolkit_flux: "full",
     diffusion_pipe_wan: "full",
     diffsynth_flash4: "window to both sides",
