@@ -261,11 +261,16 @@ def modded_nanogpt(q, k, v):
     from kernels import get_kernel
 
     flash_attn_interface = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
-    out = flash_attn_interface.flash_attn_varlen_func(
-        *packed(q, k, v), cu_seqlens_q=DOCUMENTS, cu_seqlens_k=DOCUMENTS, max_seqlen_q=7, max_seqlen_k=7,
-        causal=True, softmax_scale=D**-0.5, window_size=(4, 0),
-    )  # fmt: skip
-    return unpacked(out)
+
+    @torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
+    def attend(q, k, v):
+        out = flash_attn_interface.flash_attn_varlen_func(
+            *packed(q, k, v), cu_seqlens_q=DOCUMENTS, cu_seqlens_k=DOCUMENTS, max_seqlen_q=7, max_seqlen_k=7,
+            causal=True, softmax_scale=D**-0.5, window_size=(4, 0),
+        )  # fmt: skip
+        return unpacked(out)
+
+    return attend(q, k, v)
 
 
 CALLS = {
