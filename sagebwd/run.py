@@ -63,9 +63,9 @@ def main(argv: list[str] | None = None) -> None:
     os.environ[FIRST_PROCESS] = str(os.getpid())
     paths = [str(Path(__file__).parent / "integrations" / "startup"), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if os.name != "nt":  # where a path has the colon that divides paths there
-        kernels = [*map(stand_in.hub_kernels, chosen), os.environ.get("LOCAL_KERNELS")]
-        os.environ["LOCAL_KERNELS"] = ":".join(filter(None, kernels))
+    kernels = ":".join(filter(None, [*map(stand_in.hub_kernels, chosen), os.environ.get("LOCAL_KERNELS")]))
+    if kernels and os.name != "nt":  # Windows' paths have colons themselves
+        os.environ["LOCAL_KERNELS"] = kernels
     command = _command(options.program, options.is_module)
     if command is None:
         parser.error(f"there is no file and no command {options.program[0]!r}")
@@ -108,12 +108,12 @@ def patch_process() -> None:
             patch_sdpa(PRESETS[preset])
         else:
             stand_in.install(name, PRESETS[preset])
-    patched = F.scaled_dot_product_attention
-    atexit.register(_print_report, patched)
+    atexit.register(_print_report, os.getpid(), F.scaled_dot_product_attention)
 
 
-def _print_report(patched: object) -> None:
-    if os.environ.get("RANK", "0") != "0":
+def _print_report(process: int, patched: object) -> None:
+    is_fork = os.getpid() != process
+    if is_fork or os.environ.get("RANK", "0") != "0":
         return
     report = usage.report()
     if report.rows:

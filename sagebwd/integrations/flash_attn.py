@@ -43,7 +43,7 @@ __all__ = [
 #: In :data:`sagebwd.integrations.stand_in.LIBRARIES`.
 NAME = "flash_attn"
 
-USE_FLASH_ATTN = "leave it out, or use flash_attn"
+USE_FLASH_ATTN = "leave it out, or use flash_attn itself (in `python -m sagebwd.run` name --sdpa alone)"
 
 
 def install(config: SageConfig = DEFAULT_CONFIG) -> None:

@@ -26,6 +26,7 @@ def child():
 if __name__ == "__main__":
     print("torch" in sys.modules, "sagebwd" in sys.modules)
     print(sys.argv, __file__, __spec__, sys.path[0], os.path.basename(sys.executable), sys.flags, sep="\\n")
+    print(os.environ.get("LOCAL_KERNELS"))
     print(type(pickle.loads(pickle.dumps(Thing()))).__module__, sys.modules["__main__"].Thing is Thing)
     process = multiprocessing.get_context("spawn").Process(target=child)
     process.start()
@@ -67,10 +68,11 @@ sizes = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "att
 flux = FluxTransformer2DModel(
     in_channels=4, joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8), **sizes
 )
-flux.set_attention_backend("sage")
 image, text, pooled = torch.randn(1, 16, 4), torch.randn(1, 6, 16), torch.randn(1, 16)
 ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)}
-flux(image, text, pooled, torch.ones(1), **ids).sample.square().sum().backward()
+for backend in ("sage", "flash", "native"):
+    flux.set_attention_backend(backend)
+    flux(image, text, pooled, torch.ones(1), **ids).sample.square().sum().backward()
 """
 
 
@@ -127,12 +129,17 @@ def test_a_command_without_attention(run):
     assert "made no call" in found.stderr
 
 
-def test_models_of_transformers_and_diffusers(run):
+def test_models_of_transformers_and_diffusers(run, tmp_path):
+    """diffusers takes flash_attn where it is installed, by its metadata."""
     pytest.importorskip("diffusers")
-    found = run("-m", "sagebwd.run", "--sageattention", "--sdpa", "models.py")
+    (tmp_path / "flash_attn-2.8.3.dist-info").mkdir()
+    (tmp_path / "flash_attn-2.8.3.dist-info" / "METADATA").write_text("Name: flash_attn\nVersion: 2.8.3\n")
+    found = run("-m", "sagebwd.run", "--sageattention", "--flash-attn", "--sdpa", "models.py")
     assert found.returncode == 0, found.stderr
-    assert rows(found)[-2:] == [
+    assert rows(found)[-4:] == [
+        "flash_attn_func 2 INT8 (reference)",
         "sageattn 2 INT8 (reference)",
+        "scaled_dot_product_attention 2 INT8 (reference)",
         "scaled_dot_product_attention (causal, hidden keys) 4 INT8 (reference)",
     ]
 
