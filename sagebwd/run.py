@@ -18,6 +18,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch.nn import functional as F
@@ -112,18 +113,27 @@ def patch_process() -> None:
 
 
 def _print_report(process: int, patched: object) -> None:
-    is_fork = os.getpid() != process
-    if is_fork or os.environ.get("RANK", "0") != "0":
-        return
+    """Print what the process ran, if it is one of rank 0 that ran anything, or the first one."""
     report = usage.report()
-    if report.rows:
-        print(f"\nSageBwd:\n{report}", file=sys.stderr)
-    elif os.environ[FIRST_PROCESS] == str(os.getpid()):
-        print(f"\nSageBwd: {sys.argv[0]} itself made no call that was to be replaced", file=sys.stderr)
+    is_first = os.environ[FIRST_PROCESS] == str(process)
+    is_fork = os.getpid() != process
+    if is_fork or os.environ.get("RANK", "0") != "0" or not (report.rows or is_first):
+        return
+    nothing = f"{sys.argv[0]} itself made no call that was to be replaced"
+    print("\nSageBwd:", report if report.rows else nothing, *_caveats(patched), sep="\n", file=sys.stderr)
+
+
+def _caveats(patched: object) -> Iterator[str]:
+    """What the report does not count."""
+    chosen = os.environ[VARIABLE].split(",")
+    others = {"xformers": "xformers", **stand_in.LIBRARIES}
+    imported = [library for name, library in others.items() if library in sys.modules and name not in chosen]
+    if imported:
+        yield f"The program imported {', '.join(imported)}, whose attention is not replaced."
     now = F.scaled_dot_product_attention
     if now is not patched:
-        name = f"{now.__module__}.{now.__qualname__}"
-        print(f"The program put {name} before it, and SageBwd saw what that hands on", file=sys.stderr)
+        name = f"{now.__module__}.{getattr(now, '__qualname__', now)}"
+        yield f"The program put {name} before PyTorch's attention; SageBwd saw what that hands on."
 
 
 if __name__ == "__main__":

@@ -119,14 +119,16 @@ def test_the_report_names_what_ran_and_what_did_not(run):
         "sageattn 1 INT8 (reference)",
         "scaled_dot_product_attention 1 full precision: attention dropout",
         "scaled_dot_product_attention 1 INT8 (reference)",
-        "The program put __main__.attend before it, and SageBwd saw what that hands on",
+        "The program put __main__.attend before PyTorch's attention; SageBwd saw what that hands on.",
     ]
 
 
-def test_a_command_without_attention(run):
-    found = run("-m", "sagebwd.run", "--sdpa", sys.executable, "-c", "import torch; exit(5)")
+def test_a_command_without_attention(run, tmp_path):
+    (tmp_path / "xformers.py").touch()
+    found = run("-m", "sagebwd.run", "--sdpa", sys.executable, "-c", "import torch, xformers; exit(5)")
     assert found.returncode == 5
     assert "made no call" in found.stderr
+    assert "imported xformers, whose attention is not replaced" in found.stderr
 
 
 def test_models_of_transformers_and_diffusers(run, tmp_path):
