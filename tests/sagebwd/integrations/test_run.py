@@ -25,8 +25,8 @@ def child():
 
 if __name__ == "__main__":
     print("torch" in sys.modules, "sagebwd" in sys.modules)
-    print(sys.argv, __file__, __spec__, sys.path[0], os.path.basename(sys.executable), sys.flags, sep="\\n")
-    print(os.environ.get("LOCAL_KERNELS"))
+    print(sys.argv, __file__, __spec__, sys.path, sys.executable, sys.flags, sep="\\n")
+    print(os.environ.get("LOCAL_KERNELS"), started)
     print(type(pickle.loads(pickle.dumps(Thing()))).__module__, sys.modules["__main__"].Thing is Thing)
     process = multiprocessing.get_context("spawn").Process(target=child)
     process.start()
@@ -79,14 +79,17 @@ for backend in ("sage", "flash", "native"):
 @pytest.fixture
 def run(tmp_path):
     """Run Python with a program in a folder of its own; the finished process, output as text."""
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text("import builtins; builtins.started = 'as ever'")
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "trains.py").write_text(TRAINS)
     (tmp_path / "models.py").write_text(MODELS)
 
-    def running(*arguments, **environment):
+    def running(*arguments):
+        paths = os.pathsep.join([str(ROOT), str(tmp_path / "start")])
         return subprocess.run(
             [sys.executable, *arguments], cwd=tmp_path, input="from stdin", capture_output=True, text=True,
-            timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+            timeout=300, env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip
 
     return running
@@ -103,6 +106,7 @@ def test_a_program_runs_as_without_it(run):
         "-u", "-m", "sagebwd.run", "--sdpa", "--preset", "low_bias", "program.py", "--sdpa", "-m", "x"
     )
     assert found.stdout == plain.stdout
+    assert "as ever" in plain.stdout
     assert "0 from stdin" in plain.stdout
     assert found.returncode == plain.returncode == 1
     assert plain.stderr.endswith("RuntimeError: the end\n")
