@@ -53,8 +53,8 @@ def install(name: str, config: SageConfig) -> None:
     found = getattr(sys.modules.get(library), "__file__", None)
     if library in sys.modules and not str(found).startswith(folder):
         raise RuntimeError(
-            f"{library} is already imported from {found or 'elsewhere'}; call "
-            f"sagebwd.integrations.{name}.install() before anything imports it"
+            f"{library} is already imported from {found or 'elsewhere'}; install SageBwd in its place before "
+            "anything imports it"
         )
     if folder not in sys.path:
         sys.path.insert(0, folder)
