@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -102,7 +103,15 @@ def _interpreter_options() -> list[str]:
 
 
 def patch_process() -> None:
-    """Replace what :data:`VARIABLE` names, and report at exit. Called when the program has imported torch."""
+    """Replace what :data:`VARIABLE` names, and report at exit. Called when the program has imported torch.
+
+    What runs in INT8 is also logged when it first does so: a long run should not have to end before.
+    """
+    if _is_first_rank():
+        log = logging.getLogger(usage.__name__)
+        log.setLevel(logging.INFO)
+        log.addHandler(logging.StreamHandler())
+        log.propagate = False
     preset, *chosen = os.environ[VARIABLE].split(",")
     for name in chosen:
         if name == "sdpa":
@@ -117,10 +126,14 @@ def _print_report(process: int, patched: object) -> None:
     report = usage.report()
     is_first = os.environ[FIRST_PROCESS] == str(process)
     is_fork = os.getpid() != process
-    if is_fork or os.environ.get("RANK", "0") != "0" or not (report.rows or is_first):
+    if is_fork or not _is_first_rank() or not (report.rows or is_first):
         return
     nothing = f"{sys.argv[0]} itself made no call that was to be replaced"
     print("\nSageBwd:", report if report.rows else nothing, *_caveats(patched), sep="\n", file=sys.stderr)
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _caveats(patched: object) -> Iterator[str]:

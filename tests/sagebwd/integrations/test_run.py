@@ -39,6 +39,7 @@ if __name__ == "__main__":
 TRAINS = """
 from sageattention import sageattn  # before torch
 import torch
+import xformers
 from torch.nn.functional import scaled_dot_product_attention
 x = torch.randn(1, 2, 32, 16, requires_grad=True)
 scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
@@ -83,6 +84,7 @@ def run(tmp_path):
     (tmp_path / "start" / "sitecustomize.py").write_text("import builtins; builtins.started = 'as ever'")
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "trains.py").write_text(TRAINS)
+    (tmp_path / "xformers.py").touch()
     (tmp_path / "models.py").write_text(MODELS)
 
     def running(*arguments):
@@ -119,20 +121,15 @@ def test_a_program_runs_as_without_it(run):
 def test_the_report_names_what_ran_and_what_did_not(run):
     found = run("-m", "sagebwd.run", "--sageattention", "--sdpa", "-m", "trains")
     assert found.returncode == 0, found.stderr
-    assert rows(found)[-4:] == [
+    lines = ["sageattn runs in INT8 (reference)", "scaled_dot_product_attention runs in INT8 (reference)"]
+    assert [line for line in rows(found) if "runs in INT8" in line] == lines[::-1]  # as they are called
+    assert rows(found)[-5:] == [
         "sageattn 1 INT8 (reference)",
         "scaled_dot_product_attention 1 full precision: attention dropout",
         "scaled_dot_product_attention 1 INT8 (reference)",
+        "The program imported xformers, whose attention is not replaced.",
         "The program put __main__.attend before PyTorch's attention; SageBwd saw what that hands on.",
     ]
-
-
-def test_a_command_without_attention(run, tmp_path):
-    (tmp_path / "xformers.py").touch()
-    found = run("-m", "sagebwd.run", "--sdpa", sys.executable, "-c", "import torch, xformers; exit(5)")
-    assert found.returncode == 5
-    assert "made no call" in found.stderr
-    assert "imported xformers, whose attention is not replaced" in found.stderr
 
 
 def test_models_of_transformers_and_diffusers(run, tmp_path):
@@ -150,11 +147,14 @@ def test_models_of_transformers_and_diffusers(run, tmp_path):
     ]
 
 
-def test_ranks_of_torchrun_report_once(run):
+def test_a_command_and_the_ranks_that_it_starts(run):
+    """One rank reports, and the command itself, which made no call."""
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.1"]
-    found = run(*ranks, "-m", "sagebwd.run", "--sageattention", "trains.py")
+    found = run("-m", "sagebwd.run", "--sageattention", sys.executable, *ranks, "trains.py")
     assert found.returncode == 0, found.stderr
-    assert found.stderr.count("INT8 (reference)") == 1
+    for line in ("sageattn runs in INT8 (reference)", "sageattn 1 INT8 (reference)"):
+        assert rows(found).count(line) == 1
+    assert found.stderr.count("itself made no call") == 1
 
 
 @pytest.mark.parametrize(
