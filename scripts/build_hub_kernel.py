@@ -32,8 +32,6 @@ from common.terminal import command_parser
 
 PACKAGE = Path(__file__).parents[1] / "sagebwd"
 SUFFIXES = (".py", ".cu", ".cuh")
-#: The launcher, and modules that stand in for other libraries': they need an installed sagebwd.
-LEFT_OUT = ("run.py", "sitecustomize.py", "stand_ins")
 
 #: By backend: the compute capabilities, those of the Triton kernels; CPU tensors run the reference with both.
 BACKENDS: dict[str, dict[str, Any]] = {"cuda": {"archs": ["8.0+PTX"]}, "cpu": {}}
@@ -111,8 +109,7 @@ def build(out: Path, package: Path = PACKAGE) -> list[Path]:
 
 def sources(package: Path) -> list[Path]:
     """The files of the package, relative to it."""
-    files = (path.relative_to(package) for path in package.rglob("*") if path.suffix in SUFFIXES)
-    return sorted(path for path in files if not {*path.parts} & {*LEFT_OUT})
+    return sorted(path.relative_to(package) for path in package.rglob("*") if path.suffix in SUFFIXES)
 
 
 def write_variant(variant: Path, name: str, backend: str, files: dict[Path, str]) -> None:
