@@ -5,6 +5,7 @@ The calls were read in the programs and written anew, with their arguments, layo
 
 import importlib
 import inspect
+from importlib.metadata import packages_distributions
 
 import pytest
 import torch
@@ -246,7 +247,10 @@ def transformers_sdpa(q, k, v):
 def unsloth_flash(q, k, v):
     from flash_attn import flash_attn_func
     from flash_attn.flash_attn_interface import flash_attn_gpu  # noqa: F401
+    from transformers.utils.import_utils import _is_package_available
 
+    assert _is_package_available("flash_attn", return_version=True) == (True, "2.8.3")
+    assert packages_distributions()["flash_attn"] == ["flash_attn"]
     return flash_attn_func(*nhd(q, k, v), causal=True, window_size=(4, 4)).transpose(1, 2)
 
 
