@@ -6,6 +6,7 @@ calls are looked at, which waits for the GPU. Under ``torch.compile`` a call is 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -244,9 +245,13 @@ def check_fallback(fallback: str) -> None:
 
 def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
     _counts[_Counted(name, layer, kernels, reason)] += 1
-    if reason and (name, reason) not in _warned:
-        _warned.add((name, reason))
+    if (name, reason) in _warned:
+        return
+    _warned.add((name, reason))
+    if reason:
         warnings.warn(f"{name} runs in full precision, not in INT8: {reason}", stacklevel=3)
+    else:
+        logging.getLogger(__name__).info("%s runs in INT8 (%s)", name, kernels)
 
 
 # A tracer runs the function instead of tracing it, as torch.compiler.assume_constant_result has it, which

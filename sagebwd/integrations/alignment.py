@@ -24,11 +24,16 @@ REFUSED = {
     "dropout_p": "dropout of attention weights; set it to 0",
     "softcap": "soft-capping of the logits",
     "alibi_slopes": "a bias by distance (ALiBi)",
-    "block_table": "a paged cache of keys and values",
+    **dict.fromkeys(("block_table", "page_table"), "a paged cache of keys and values"),
+    "qv": "logits that are a sum of two products",
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), "FP8 inputs with their scales"),
+    "attention_chunk": "attention within chunks",
+    "gather_kv_indices": "attention to chosen keys",
+    **dict.fromkeys(("score_mod", "mask_mod", "block_sparse_tensors"), "a bias or mask of a function"),
     **dict.fromkeys(("return_debug_mask", "return_attn_probs"), "the weights of the attention"),
     "return_lse": "the logsumexp here",
     "window_size": "a window that is not in the mask",
-    "seqused_k": "a cache that is not full",
+    **dict.fromkeys(("seqused_q", "seqused_k"), "a cache that is not full"),
     "num_splits": "keys split over thread blocks",
 }
 

@@ -17,10 +17,9 @@ transformers drop in silence what a signature does not name. The backward is alw
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ from torch import Tensor
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations import stand_in, torch_flash
 from sagebwd.integrations.alignment import align, align_documents, aligned_attention, check_refused, window_of
-from sagebwd.validation import check_config
 
 __all__ = [
     "flash_attn_func",
@@ -37,28 +35,23 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "install",
     "uninstall",
 ]
 
-#: The names under which programs import flash_attn.
-NAMES = ("flash_attn", "flash_attn.flash_attn_interface")
+#: In :data:`sagebwd.integrations.stand_in.LIBRARIES`.
+NAME = "flash_attn"
 
-#: The release whose functions these are. ``importlib.metadata`` does not tell it: transformers would take
-#: that for all of flash_attn, whose other modules are not here.
-__version__ = "2.8.3"
-
-_installed_config = DEFAULT_CONFIG
-
-USE_FLASH_ATTN = "leave it out, or use flash_attn"
+USE_FLASH_ATTN = "leave it out, or use flash_attn itself (in `python -m sagebwd.run` name --sdpa alone)"
 
 
 def install(config: SageConfig = DEFAULT_CONFIG) -> None:
-    """Make ``import flash_attn`` give this module, in this process, and log so once.
+    """Make ``import flash_attn`` give this module's functions, in this process, and log so once.
 
-    Call it before anything imports flash_attn. Called again, it sets another ``config``. Beside the functions
-    below, programs find those that attention over several GPUs is built of: ``_flash_attn_forward``,
-    ``_flash_attn_backward`` and their ``varlen`` forms.
+    Call it before anything imports flash_attn. Called again, it sets another ``config``. Programs also find
+    ``flash_attn.bert_padding``, ``flash_attn.cute`` (FlashAttention-4) and the metadata of flash_attn 2.8.3.
+    Other modules, such as ``flash_attn.layers``, are those of an installed flash_attn.
 
     Args:
         config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
@@ -67,17 +60,12 @@ def install(config: SageConfig = DEFAULT_CONFIG) -> None:
         ValueError: ``config`` is not a SageConfig.
         RuntimeError: flash_attn is imported already, and its functions may be in use.
     """
-    global _installed_config
-    check_config(config)
-    stand_in.stand_in(NAMES, sys.modules[__name__])
-    _installed_config = config
+    stand_in.install(NAME, config)
 
 
 def uninstall() -> None:
     """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
-    global _installed_config
-    _installed_config = DEFAULT_CONFIG
-    stand_in.remove(NAMES, sys.modules[__name__])
+    stand_in.uninstall(NAME)
 
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
@@ -128,7 +116,7 @@ def flash_attn_func(
     _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
-    with_lse, config = return_attn_probs or return_lse, config or _installed_config
+    with_lse, config = return_attn_probs or return_lse, config or stand_in.config_of(NAME)
     out, lse = aligned_attention(
         "flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
     )
@@ -188,7 +176,7 @@ def flash_attn_varlen_func(
     alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     with_lse = return_attn_probs or return_lse
-    config = config or _installed_config
+    config = config or stand_in.config_of(NAME)
     out, lse = aligned_attention(
         "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
     )
@@ -218,6 +206,11 @@ def flash_attn_varlen_qkvpacked_func(
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *others: Any, **settings: Any) -> Result:
     """:func:`flash_attn_varlen_func` of q (T_q, H, D) and kv (T_kv, 2, H_kv, D), and its others."""
     return flash_attn_varlen_func(q, *_unpack("(tokens, 2, heads, head size)", 1, kv=kv), *others, **settings)
+
+
+def flash_attn_with_kvcache(*_: Any, **__: Any) -> NoReturn:
+    """Refused: it generates. transformers imports it together with the functions that train."""
+    raise NotImplementedError("sagebwd does not compute attention to a cache; generate with flash_attn")
 
 
 # --- What attention over several GPUs is built of ----------------------------------------------------------
@@ -297,12 +290,13 @@ def _write_gradients(
 
 
 def _config_of_parts() -> SageConfig:
-    if _installed_config.compensate_o:
+    config = stand_in.config_of(NAME)
+    if config.compensate_o:
         raise NotImplementedError(
             "compensate_o=True (as in consistent() and int8_scores()) saves the residual of O for the "
             "backward, for which flash_attn's forward has no place; install() another config"
         )
-    return replace(_installed_config, smooth_k=False)
+    return replace(config, smooth_k=False)
 
 
 def _check_layout(layout: str, **tensors: Tensor) -> None:

@@ -11,7 +11,6 @@ change nothing: ``config`` says what SageBwd quantizes.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from sagebwd.integrations import stand_in
 from sagebwd.integrations.alignment import align_documents, aligned_attention, window_of
 from sagebwd.masks import can_read
 from sagebwd.usage import counted_attention
-from sagebwd.validation import check_config
 
 __all__ = [
     "install",
@@ -37,25 +35,20 @@ __all__ = [
 #: Where each layout has its heads; tokens are at the other of 1 and 2.
 HEAD_AXIS = {"HND": 1, "NHD": 2}
 
-#: The names under which programs import SageAttention.
-NAMES = ("sageattention", "sageattention.core")
-
-#: The release whose functions these are; programs ask ``importlib.metadata.version`` for it.
-VERSION = "2.2.0"
+#: In :data:`sagebwd.integrations.stand_in.LIBRARIES`.
+NAME = "sageattention"
 
 NO_RULE = (
     "for which SageAttention has no rule; use sagebwd.integrations.flash_attn.flash_attn_varlen_func (mask "
     "from the bottom right)"
 )
 
-_installed_config = DEFAULT_CONFIG
-
 
 def install(config: SageConfig = DEFAULT_CONFIG) -> None:
     """Make ``import sageattention`` give this module, in this process, and log so once.
 
-    ``importlib.metadata.version("sageattention")`` is then :data:`VERSION`. Call it before anything imports
-    sageattention. Called again, it sets another ``config``.
+    ``importlib.metadata.version("sageattention")`` is then 2.2.0, for programs that ask. Call it before
+    anything imports sageattention. Called again, it sets another ``config``.
 
     Args:
         config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
@@ -64,17 +57,12 @@ def install(config: SageConfig = DEFAULT_CONFIG) -> None:
         ValueError: ``config`` is not a SageConfig.
         RuntimeError: SageAttention is imported already, and its functions may be in use.
     """
-    global _installed_config
-    check_config(config)
-    stand_in.stand_in(NAMES, sys.modules[__name__], VERSION)
-    _installed_config = config
+    stand_in.install(NAME, config)
 
 
 def uninstall() -> None:
     """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
-    global _installed_config
-    _installed_config = DEFAULT_CONFIG
-    stand_in.remove(NAMES, sys.modules[__name__])
+    stand_in.uninstall(NAME)
 
 
 def sageattn(
@@ -224,6 +212,7 @@ def sageattn_varlen(
     sm_scale: float | None = None,
     smooth_k: bool | None = None,
     *,
+    tensor_layout: str = "NHD",
     config: SageConfig | None = None,
 ) -> Tensor:
     """SageBwd on packed sequences, called as ``sageattention.sageattn_varlen`` is.
@@ -239,6 +228,7 @@ def sageattn_varlen(
             GPU are not read: there the mask counts from the last query and key, as flash_attn's does, and
             costs less if both are one tensor.
         sm_scale, smooth_k, config: as of :func:`sageattn`.
+        tensor_layout: axolotl passes "NHD", the only one.
 
     Returns:
         (T_q, H, D); zeros outside all sequences.
@@ -246,6 +236,8 @@ def sageattn_varlen(
     Raises:
         ValueError, NotImplementedError: an argument is not supported; the message names it.
     """
+    if tensor_layout != "NHD":
+        raise ValueError(f"tensor_layout is {tensor_layout!r}; pass (tokens, heads, head size) and 'NHD'")
     if is_causal and q.shape[0] != k.shape[0]:
         raise ValueError(f"is_causal=True with {q.shape[0]} queries and {k.shape[0]} keys, {NO_RULE}")
     if is_causal and can_read(cu_seqlens_q) and can_read(cu_seqlens_k):
@@ -264,7 +256,7 @@ def sageattn_varlen(
 
 def _smoothing(config: SageConfig | None, smooth_k: bool | None, smooth_v: bool | None) -> SageConfig:
     """``config`` with what a call says of smoothing."""
-    config = _installed_config if config is None else config
+    config = stand_in.config_of(NAME) if config is None else config
     given = {"smooth_k": smooth_k, "smooth_v": smooth_v}
     changed = {name: x for name, x in given.items() if x is not None and x != getattr(config, name)}
     return replace(config, **changed) if changed else config

@@ -19,7 +19,6 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.dispatch import LARGEST_HEAD_DIM
-from sagebwd.integrations.alignment import check_refused
 from sagebwd.integrations.varlen import Layout, attend, find_layout, has_values, read_mask, remember_recent
 from sagebwd.usage import counted_attention
 from sagebwd.validation import check_config, is_autocast
@@ -104,6 +103,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         if isinstance(attn_mask, CausalBias) and not is_causal and _is_square(attn_mask):
             attn_mask, settings["is_causal"] = None, True
         reason, layout, shown = why_full_precision(query, key, value, enable_gqa), None, ""
+        reason = "attention dropout" if dropout_p else reason
         if not reason and attn_mask is not None and query.dim() != 4:
             reason = "a mask of tensors that are not (batch, heads, tokens, head size)"
         elif not reason and attn_mask is not None:
@@ -112,7 +112,6 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         if reason:
             usage.fall_back(NAME, reason, "sdpa")
             return original(query, key, value, attn_mask, dropout_p, **settings)
-        check_refused("leave torch_flash.patch_sdpa()", dropout_p=dropout_p)
         if layout is None:
             return counted_attention(NAME, query, key, value, config=config, **settings)
         attention = functools.partial(counted_attention, f"{NAME} ({shown})")

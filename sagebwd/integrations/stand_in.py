@@ -1,72 +1,79 @@
-"""Modules of ours in the place of another library, in this process."""
+"""Libraries whose import gives SageBwd, in this process.
+
+The folders of ``stand_ins`` hold modules with the names of other libraries' modules. Such a folder is first
+in ``sys.path``, so that ``import`` finds them there.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from importlib.metadata import Distribution, DistributionFinder
-from types import ModuleType
+from pathlib import Path
+
+from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.validation import check_config
+
+FOLDERS = Path(__file__).parent / "stand_ins"
+
+#: By folder: what is imported.
+LIBRARIES = {
+    "flash_attn": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "sageattention": "sageattention",
+}
+
+#: By folder of ``stand_ins/hub``: the kernels of the Hugging Face Hub that it replaces.
+HUB_KERNELS = {
+    "flash_attn": ("kernels-community/flash-attn2",),
+    "flash_attn_3": ("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"),
+}
+
+_configs: dict[str, SageConfig] = {}
 
 
-def stand_in(names: Sequence[str], module: ModuleType, version: str = "") -> None:
-    """Make ``import`` of ``names`` give ``module``, and log so once.
+def config_of(name: str) -> SageConfig:
+    """What calls of a library that pass no ``config`` take."""
+    return _configs.get(name, DEFAULT_CONFIG)
+
+
+def install(name: str, config: SageConfig) -> None:
+    """Make ``import`` of a library give SageBwd, and log so once. Called again, it sets another ``config``.
 
     Args:
-        names: of the library, and of its modules.
-        module: what they give.
-        version: what ``importlib.metadata.version(names[0])`` gives; "": it stays as it is.
+        name: of :data:`LIBRARIES`.
+        config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
 
     Raises:
+        ValueError: ``config`` is not a SageConfig.
         RuntimeError: the library is imported already, and its functions may be in use.
     """
-    library = names[0]
-    imported = sys.modules.get(library)
-    if imported not in (None, module):
+    check_config(config)
+    library, folder = LIBRARIES[name], str(FOLDERS / name)
+    found = getattr(sys.modules.get(library), "__file__", None)
+    if library in sys.modules and not str(found).startswith(folder):
         raise RuntimeError(
-            f"{library} is already imported from {getattr(imported, '__file__', 'elsewhere')}; call "
-            f"{module.__name__}.install() before anything imports it"
+            f"{library} is already imported from {found or 'elsewhere'}; install SageBwd in its place before "
+            "anything imports it"
         )
-    if imported is None:
-        log = logging.getLogger(module.__name__)
-        log.warning("`import %s` now gives %s, which trains", library, module.__name__)
-    sys.modules.update(dict.fromkeys(names, module))
-    if version:
-        _forget(library)
-        sys.meta_path.insert(0, _Finder(library, version))
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+        logging.getLogger(__name__).warning("`import %s` now gives SageBwd, which trains", library)
+    _configs[name] = config
 
 
-def remove(names: Sequence[str], module: ModuleType) -> None:
-    """Undo :func:`stand_in`. What a program imported in the meantime stays."""
-    for name in names:
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    _forget(names[0])
+def hub_kernels(name: str) -> str:
+    """For ``LOCAL_KERNELS``, which tells the library ``kernels`` where a kernel is that it need not load."""
+    folder = FOLDERS / "hub" / name
+    return ":".join(f"{kernel}={folder}" for kernel in HUB_KERNELS.get(name, ()))
 
 
-class _Finder(DistributionFinder):
-    """Tells ``importlib.metadata`` of one distribution; it finds no modules."""
-
-    def __init__(self, name: str, version: str) -> None:
-        self.name, self.version = name, version
-
-    def find_spec(self, *_: object) -> None:
-        return None
-
-    def find_distributions(self, context: DistributionFinder.Context) -> Iterator[Distribution]:
-        return iter([_Distribution(self)] if context.name in (None, self.name) else [])
-
-
-class _Distribution(Distribution):
-    def __init__(self, finder: _Finder) -> None:
-        self._text = f"Metadata-Version: 2.1\nName: {finder.name}\nVersion: {finder.version}\n"
-
-    def read_text(self, filename: str) -> str | None:
-        return self._text if filename == "METADATA" else None
-
-    def locate_file(self, path: object) -> None:
-        return None
-
-
-def _forget(name: str) -> None:
-    sys.meta_path[:] = [x for x in sys.meta_path if not (isinstance(x, _Finder) and x.name == name)]
+def uninstall(name: str) -> None:
+    """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
+    library, folder = LIBRARIES[name], str(FOLDERS / name)
+    _configs.pop(name, None)
+    if folder in sys.path:
+        sys.path.remove(folder)
+        for module in [x for x in sys.modules if x == library or x.startswith(f"{library}.")]:
+            del sys.modules[module]
+        importlib.invalidate_caches()

@@ -396,8 +396,8 @@ def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> Seen | None:
 
 
 def _without_copies(mask: Tensor) -> Tensor:
-    """(B or 1, heads or 1, N_q, N_kv): one of each sequence and head that share their memory."""
-    for axis in (0, 1):
+    """(B or 1, heads or 1, N_q or 1, N_kv): one of each sequence, head and query that share their memory."""
+    for axis in (0, 1, 2):
         mask = mask[(slice(None),) * axis + (slice(1),)] if mask.stride(axis) == 0 else mask
     return mask
 

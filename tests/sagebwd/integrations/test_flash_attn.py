@@ -283,3 +283,24 @@ def test_a_config_whose_residual_has_no_place_is_refused(program):
     flash_attn.install(SageConfig.consistent())
     with pytest.raises(NotImplementedError, match=r"install\(\) another config"):
         program["_flash_attn_forward"](q, k, v, 0.0, None, True)
+
+
+@pytest.mark.parametrize("has_init", [True, False], ids=["2", "4 alone"])
+def test_modules_of_an_installed_flash_attn_that_are_not_replaced(tmp_path, monkeypatch, has_init):
+    """FlashAttention-4's has no ``__init__``: then ``flash_attn`` is a namespace package."""
+    installed = tmp_path / "flash_attn"
+    (installed / "cute").mkdir(parents=True)
+    (installed / "layers.py").write_text("import flash_attn.bert_padding\nROTARY = 1")
+    (installed / "cute" / "__init__.py").write_text("raise OSError('no such GPU')")
+    if has_init:
+        (installed / "__init__.py").write_text("raise OSError('undefined symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    flash_attn.install()
+    try:
+        found = {}
+        exec("from flash_attn.layers import ROTARY\nfrom flash_attn import cute, flash_attn_func", found)
+        assert found["ROTARY"] == 1
+        assert found["flash_attn_func"] is flash_attn.flash_attn_func
+        assert found["cute"].flash_attn_func.__module__ == "flash_attn.cute"
+    finally:
+        flash_attn.uninstall()

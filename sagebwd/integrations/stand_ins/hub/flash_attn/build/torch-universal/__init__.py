@@ -1,0 +1,3 @@
+"""In the place of the Hub's kernels-community/flash-attn2."""
+
+from sagebwd.integrations.flash_attn import *

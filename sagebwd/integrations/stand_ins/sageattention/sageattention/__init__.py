@@ -1,0 +1,3 @@
+"""In the place of SageAttention."""
+
+from sagebwd.integrations.sageattention import *

@@ -1,0 +1,3 @@
+"""The module of SageAttention that has its functions."""
+
+from sagebwd.integrations.sageattention import *

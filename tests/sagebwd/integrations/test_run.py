@@ -1,0 +1,174 @@
+"""``python -m sagebwd.run``: a program runs as without it, its attention and its processes' in INT8."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sagebwd import run as launcher
+
+ROOT = Path(__file__).parents[3]
+
+#: Prints what a program may depend on, then fails.
+PROGRAM = """
+import multiprocessing, os, pickle, sys
+
+class Thing:
+    pass
+
+def child():
+    import torch
+    x = torch.ones(1, 1, 4, 8)
+    torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+if __name__ == "__main__":
+    print("torch" in sys.modules, "sagebwd" in sys.modules)
+    print(sys.argv, __file__, __spec__, sys.path, sys.executable, sys.flags, sep="\\n")
+    print(os.environ.get("LOCAL_KERNELS"), started)
+    print(type(pickle.loads(pickle.dumps(Thing()))).__module__, sys.modules["__main__"].Thing is Thing)
+    process = multiprocessing.get_context("spawn").Process(target=child)
+    process.start()
+    process.join()
+    print(process.exitcode, sys.stdin.read(), flush=True)
+    raise RuntimeError("the end")
+"""
+
+#: Calls attention in INT8, with dropout, and by a library that is not installed.
+TRAINS = """
+from sageattention import sageattn  # before torch
+import torch
+import xformers
+from torch.nn.functional import scaled_dot_product_attention
+x = torch.randn(1, 2, 32, 16, requires_grad=True)
+scaled_dot_product_attention(x, x, x, is_causal=True).sum().backward()
+scaled_dot_product_attention(x, x, x, dropout_p=0.1).sum().backward()
+sageattn(x, x, x).sum().backward()
+
+def attend(*tensors):
+    pass
+
+torch.nn.functional.scaled_dot_product_attention = attend
+"""
+
+#: A language model and an image model, as their libraries' trainers run them.
+MODELS = """
+import torch
+torch.cuda.is_available = lambda: True  # for transformers, which else refuses flash_attention_2
+from transformers import LlamaConfig, LlamaForCausalLM
+from diffusers import FluxTransformer2DModel
+
+sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+tokens, shown = torch.arange(48).view(2, 24), torch.ones(2, 24, dtype=torch.long)
+shown[0, 16:] = 0
+for implementation in ("sdpa", "flash_attention_2"):
+    config = LlamaConfig(vocab_size=50, attn_implementation=implementation, **sizes)
+    llama = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).train()
+    llama.gradient_checkpointing_enable()
+    llama(tokens, attention_mask=shown, labels=tokens).loss.backward()
+
+sizes = {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2, "attention_head_dim": 16}
+flux = FluxTransformer2DModel(
+    in_channels=4, joint_attention_dim=16, pooled_projection_dim=16, axes_dims_rope=(4, 4, 8), **sizes
+)
+image, text, pooled = torch.randn(1, 16, 4), torch.randn(1, 6, 16), torch.randn(1, 16)
+ids = {"img_ids": torch.zeros(16, 3), "txt_ids": torch.zeros(6, 3)}
+for backend in ("sage", "flash", "native"):
+    flux.set_attention_backend(backend)
+    flux(image, text, pooled, torch.ones(1), **ids).sample.square().sum().backward()
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run Python with a program in a folder of its own; the finished process, output as text."""
+    (tmp_path / "start").mkdir()
+    (tmp_path / "start" / "sitecustomize.py").write_text("import builtins; builtins.started = 'as ever'")
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "trains.py").write_text(TRAINS)
+    (tmp_path / "xformers.py").touch()
+    (tmp_path / "models.py").write_text(MODELS)
+
+    def running(*arguments):
+        paths = os.pathsep.join([str(ROOT), str(tmp_path / "start")])
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, input="from stdin", capture_output=True, text=True,
+            timeout=300, env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
+
+    return running
+
+
+def rows(found):
+    """What it printed as an error, a space for each gap."""
+    return [" ".join(line.split()) for line in found.stderr.splitlines()]
+
+
+def test_a_program_runs_as_without_it(run):
+    plain = run("-u", "program.py", "--sdpa", "-m", "x")
+    found = run(
+        "-u", "-m", "sagebwd.run", "--sdpa", "--preset", "low_bias", "program.py", "--sdpa", "-m", "x"
+    )
+    assert found.stdout == plain.stdout
+    assert "as ever" in plain.stdout
+    assert "0 from stdin" in plain.stdout
+    assert found.returncode == plain.returncode == 1
+    assert plain.stderr.endswith("RuntimeError: the end\n")
+    # The process that was started, which imported torch, reports; the program itself did not import it.
+    report, traceback = found.stderr.split(plain.stderr.partition("\n")[0])
+    assert plain.stderr.endswith(traceback)
+    assert "scaled_dot_product_attention          1      INT8 (reference)" in report
+
+
+def test_the_report_names_what_ran_and_what_did_not(run):
+    found = run("-m", "sagebwd.run", "--sageattention", "--sdpa", "-m", "trains")
+    assert found.returncode == 0, found.stderr
+    lines = ["sageattn runs in INT8 (reference)", "scaled_dot_product_attention runs in INT8 (reference)"]
+    assert [line for line in rows(found) if "runs in INT8" in line] == lines[::-1]  # as they are called
+    assert rows(found)[-5:] == [
+        "sageattn 1 INT8 (reference)",
+        "scaled_dot_product_attention 1 full precision: attention dropout",
+        "scaled_dot_product_attention 1 INT8 (reference)",
+        "The program imported xformers, whose attention is not replaced.",
+        "The program put __main__.attend before PyTorch's attention; SageBwd saw what that hands on.",
+    ]
+
+
+def test_models_of_transformers_and_diffusers(run):
+    pytest.importorskip("diffusers")
+    found = run("-m", "sagebwd.run", "--sageattention", "--flash-attn", "--sdpa", "models.py")
+    assert found.returncode == 0, found.stderr
+    assert rows(found)[-5:] == [
+        "flash_attn_func 2 INT8 (reference)",
+        "flash_attn_varlen_func 4 INT8 (reference)",
+        "sageattn 2 INT8 (reference)",
+        "scaled_dot_product_attention 2 INT8 (reference)",
+        "scaled_dot_product_attention (causal, hidden keys) 4 INT8 (reference)",
+    ]
+
+
+def test_a_command_and_the_ranks_that_it_starts(run):
+    """One rank reports, and the command itself, which made no call."""
+    ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.1"]
+    found = run("-m", "sagebwd.run", "--sageattention", sys.executable, *ranks, "trains.py")
+    assert found.returncode == 0, found.stderr
+    for line in ("sageattn runs in INT8 (reference)", "sageattn 1 INT8 (reference)"):
+        assert rows(found).count(line) == 1
+    assert found.stderr.count("itself made no call") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name the program"),
+        (("--preset", "x", "a.py"), "low_bias"),
+        (("a.py",), "no file and no command 'a.py'"),
+    ],
+)
+def test_mistakes_are_named(arguments, message, monkeypatch, capsys):
+    for variable in (launcher.VARIABLE, launcher.FIRST_PROCESS, "PYTHONPATH"):
+        monkeypatch.setenv(variable, "")  # and to what it is now in the end
+    with pytest.raises(SystemExit):
+        launcher.main([*arguments])
+    assert message in capsys.readouterr().err
