@@ -131,13 +131,12 @@ def test_metadata(backend, repository):
         ("own.py", "import torch\nf = torch.ops.sagebwd.forward", r"own\.py, line 2 names the installed"),
         ("own.py", "f'sagebwd.kernels.{name}'", r"own\.py, line 1 names the installed package"),
         ("own.py", "name = 'sagebwd::forward'", r"own\.py, line 1 names the installed package"),
-        ("kernels/own.py", "def f():\n    import numpy as np", r"kernels/own\.py, line 2 imports numpy"),
         ("_ops.py", "NAMESPACE = 'other'", r"_ops\.py has no line NAMESPACE = \"sagebwd\""),
     ],
 )
 def test_what_would_need_more_than_torch_is_refused(file, text, message, tmp_path):
     package = tmp_path / "sagebwd"
-    (package / file).parent.mkdir(parents=True, exist_ok=True)
+    package.mkdir()
     (package / "__init__.py").write_text("")
     (package / file).write_text(text)
     with pytest.raises(BuildError, match=message):

@@ -40,6 +40,7 @@ def test_every_run_can_be_planned(compose_settings, monkeypatch):
     """Each setup with its first run, and each variant: settings exist, tokens per step come out exactly."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     runs = {run.name: run for item in items().values() for s in SCALES for run in item.runs[s]}
+    assert all(f"seed={name.rpartition('-seed')[2]}" in run.overrides for name, run in runs.items())
     by_setup = {name.split("/")[0]: run for name, run in runs.items()}
     plans = {}
     for setup, run in by_setup.items():
