@@ -179,7 +179,7 @@ class Metrics(Reader):
 
     def read(self):
         records = read_metrics(self.file)
-        runs = [compare.read_run(self.folder, name, name, {}, records) for name in "ab"]
+        runs = [compare.read_run(self.folder, name, name, {}, records, None) for name in "ab"]
         compare.table(runs, {"b": "a"})
         list(_losses(records, 2))
 
@@ -191,7 +191,7 @@ class UnitOfText(Reader):
     def write(self):
         shard = self.folder / "train_00000.bin"
         np.arange(100, dtype="<u2").tofile(shard)
-        self.shard = Shard(shard.name, 100, 1, "0" * 64, chunk_checksums(shard), f"{100:08x}{99:08x}")
+        self.shard = Shard(shard.name, 100, 1, chunk_checksums(shard), f"{100:08x}{99:08x}")
         self.counts = {"skipped": 1, "unknown": 2, "decoded": 9, "changed": 3}
         UnitRecord("a", {"train": self.shard, "val": None}, self.counts).write(self.folder, 0)
         return self.folder / "unit_00000.json"
