@@ -28,7 +28,7 @@ from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity, vocabulary_siz
 SOURCES: dict[str, Source] = {
     name: importlib.import_module(f"data.sources.{name}").SOURCE for name in sources()
 }
-FORMAT = 3  # raise it whenever the same text would give different shards, or another manifest
+FORMAT = 2  # raise it whenever the same text would give different shards
 
 # What a text with a name can set, and how a value is read. DATASET it has from `data=SOURCE` if it does not.
 DATASET = {**dict.fromkeys(("name", "config", "split", "val_split", "revision"), str), "documents": int}

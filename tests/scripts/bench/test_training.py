@@ -85,12 +85,12 @@ def run_all_warm(jobs, on_end, **_):
         on_end(job, Outcome(FAILED, printed) if is_flash else Outcome(FINISHED))
 
 
-def test_the_command_measures_runs_or_says_why_not(tmp_path, capsys, monkeypatch):
+def test_the_command_measures_runs_or_says_why_not(tmp_path, datasets, capsys, monkeypatch):
     """FlashAttention-2 fails on a CPU."""
     monkeypatch.setattr(bench, "run_all", run_all_warm)
     out = tmp_path / "new" / "v1.2"
     options = ["--attention", "fpa-flash", "sagebwd", "--runs-dir", str(tmp_path), "--out", str(out)]
-    bench.main([*SMALL, *options])
+    bench.main([*SMALL, *options, "--set", f"data.root={datasets}"])
     report = json.loads((tmp_path / "new/v1.2.json").read_text(), parse_constant=pytest.fail)
     flash, own = report["rows"]
     assert (flash["attention"], own["attention"], own["reason"]) == ("fpa-flash", "sagebwd", None)
