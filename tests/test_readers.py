@@ -239,14 +239,14 @@ def reader(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("reader", READERS, indirect=True)
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(edits=edits)
 def test_bytes_that_changed(reader, edits):
     reader.give(edited(reader.content, edits))
 
 
 @pytest.mark.parametrize("reader", [r for r in READERS if r not in (Config, Metadata)], indirect=True)
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(place=st.integers(0, 999), value=values)
 def test_values_that_changed(reader, place, value):
     """Checksums are right: anyone can make one."""

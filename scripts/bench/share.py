@@ -33,7 +33,7 @@ from sagebwd import dispatch
 from scripts.bench import attention
 from scripts.bench.measuring import Monitor, describe_limits, describe_run, installed
 from scripts.bench.registry import CONFIGS, PEERS, Implementation, Shape, find_implementations
-from scripts.bench.submissions import SUBMITTED
+from scripts.bench.submissions import SUBMITTED, fault_of
 from scripts.bench.tables import FAILED, Row, draw, not_measured, overview, verdicts
 from scripts.bench.timing import draw_inputs, exact_result, measure_shape, try_out
 from scripts.output import SCRATCH, finite, with_ending, write_markdown
@@ -135,7 +135,10 @@ def tell(rows: list[Row], result: dict[str, Any], out: Path) -> None:
     draw(rows, with_ending(out, ".png"), result)
     file = with_ending(out, ".json")
     print(f"\nwritten: {file}, {with_ending(out, '.md')}, {with_ending(out, '.png')}")
-    print(f"to share it, add {file} to {SUBMITTED}/ in a pull request, or attach it to an issue")
+    if problem := fault_of(to_share(result, rows)):
+        print(f"it cannot be shared: {problem}")
+    else:
+        print(f"to share it, add {file} to {SUBMITTED}/ in a pull request, or attach it to an issue")
 
 
 def write(out: Path, result: dict[str, Any], rows: list[Row]) -> None:

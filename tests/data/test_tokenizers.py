@@ -79,7 +79,7 @@ def test_end_of_text_and_slices_of_arrow_arrays(tokenizer):
     assert offsets.tolist() == [0, *np.cumsum([len(text.encode()) for text in TRICKY[3:6]])]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.text(max_size=30), max_size=5))
 def test_gigatoken_makes_the_same_ids(texts):
     pytest.importorskip("gigatoken")

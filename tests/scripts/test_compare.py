@@ -190,6 +190,19 @@ def test_a_text_is_known_by_its_tokens_wherever_it_lies(tmp_path, capsys, monkey
     assert "mean" not in rows
 
 
+def test_seeds_stand_together_and_differences_are_of_seeds_that_both_have(tmp_path, capsys):
+    run(tmp_path / "1", 3.0, val_loss=4.0, settings=FPA | {"seed": 1})
+    run(tmp_path / "2", 5.0, settings=SAGE | {"seed": 1})
+    run(tmp_path / "3", 3.2, val_loss=4.2, settings=FPA | {"seed": 2})
+    rows = compared(capsys, tmp_path)
+    first, second, mean, sage = [*rows][1:]
+    assert (first, second, sage) == tuple(
+        f"attention={it}" for it in ("fpa seed=1", "fpa seed=2", "sagebwd seed=1")
+    )
+    assert rows[mean] == ["", "", "3.1000 ± 0.1414", "", "4.1000 ± 0.1414", "", ""]
+    assert rows[sage][3] == "+2.0000"
+
+
 def test_named_validation_sets_have_columns(tmp_path, capsys):
     losses = {1: (2.0, 5.0), 2: (2.5, 6.0)}
     for backend, shift in (("fpa", 0.0), ("sagebwd", 0.25)):

@@ -36,6 +36,9 @@ def test_one_json_a_table_and_a_picture(run):
     assert {row["status"] for row in result["rows"]} == {"passed"}
     assert {row["kernels"] for row in result["rows"]} == {"reference", None}
     assert str(run) not in json.dumps(result)  # no path of the user
+    assert "compute_capability" in submissions.fault_of(result)
+    result["hardware"]["compute_capability"] = "8.9"
+    assert submissions.fault_of(result) is None  # so a GPU's file lacks nothing
     text = (run / "mine.md").read_text()
     assert "| Forward + backward, causal, D 32 |" in text
     assert "- FlashAttention-2: measured with --device cuda only" in text
