@@ -129,9 +129,14 @@ def sha256(file: Path) -> str:
 
 def write_text(file: Path, text: str) -> None:
     """Write atomically: `file` is always absent, the complete old one or the complete new one."""
+    write_bytes(file, text.encode("utf-8"))
+
+
+def write_bytes(file: Path, content: bytes) -> None:
+    """The same, of bytes."""
     temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    with temporary.open("w", encoding="utf-8") as handle:
-        handle.write(text)
+    with temporary.open("wb") as handle:
+        handle.write(content)
         handle.flush()
         os.fsync(handle.fileno())
     os.replace(temporary, file)

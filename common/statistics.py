@@ -46,14 +46,6 @@ class Estimate(NamedTuple):
     degrees: int
 
     @property
-    def low(self) -> float:
-        return self.mean - (math.inf if self.half_width is None else self.half_width)
-
-    @property
-    def high(self) -> float:
-        return self.mean + (math.inf if self.half_width is None else self.half_width)
-
-    @property
     def standard_error(self) -> float:
         return self.half_width / quantile(self.degrees)
 

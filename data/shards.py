@@ -29,7 +29,6 @@ class Shard:
     name: str
     tokens: int
     documents: int  # end-of-text tokens in it
-    sha256: str
     chunks: str  # `chunk_checksums`
     texts: str = ""  # of validation text: tokens and source bytes of each text, eight hexadecimal digits each
 
@@ -38,7 +37,7 @@ class Shard:
         """What `asdict` gave. Raises KeyError, TypeError or ValueError for anything else."""
         name = Path(content["name"]).name  # never a file elsewhere
         tokens, documents = index(content["tokens"]), index(content["documents"])
-        shard = Shard(name, tokens, documents, *(str(content[key]) for key in ("sha256", "chunks", "texts")))
+        shard = Shard(name, tokens, documents, str(content["chunks"]), str(content["texts"]))
         bytes.fromhex(shard.chunks)
         if shard.texts and shard.sizes[:, 0].sum() != tokens:
             raise ValueError(f"{name}: its texts do not have its {tokens} tokens")
@@ -106,7 +105,7 @@ class Manifest:
                 content["fingerprint"],
                 content["recipe"],
                 index(content["vocab_size"]),
-                {split: [*map(Shard.from_json, content["splits"][split]["shards"])] for split in SPLITS},
+                {split: [*map(Shard.from_json, content["shards"][split])] for split in SPLITS},
                 [*map(dict, content["source_files"])],
                 _counts(content),
             )
@@ -117,24 +116,7 @@ class Manifest:
             ) from None
 
     def write(self, folder: Path) -> None:
-        splits = {
-            split: {
-                "tokens": self.tokens(split),
-                "documents": self.documents(split),
-                "shards": [asdict(shard) for shard in self.shards[split]],
-            }
-            for split in SPLITS
-        }
-        content = {
-            "fingerprint": self.fingerprint,
-            "recipe": self.recipe,
-            "vocab_size": self.vocab_size,
-            "ids": f"unsigned {8 * self.ids.itemsize}-bit integers, little-endian",
-            "splits": splits,
-            "source_files": self.source_files,
-            "counts": self.counts,
-        }
-        write_json(folder / FILE, content)
+        write_json(folder / FILE, asdict(self))
 
     @property
     def ids(self) -> np.dtype:
@@ -144,7 +126,7 @@ class Manifest:
     @property
     def checksum(self) -> str:
         """Of all tokens, by those of the shards."""
-        sums = {split: [shard.sha256 for shard in shards] for split, shards in self.shards.items()}
+        sums = {split: [shard.chunks for shard in shards] for split, shards in self.shards.items()}
         return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
 
     def tokens(self, split: str) -> int:

@@ -1,7 +1,6 @@
 """The work on units: text → token ids → shards, in several processes."""
 
 import functools
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -36,7 +35,6 @@ class ShardWriter:
         self.file = folder / name
         self.temporary = folder / f"{name}.{os.getpid()}.tmp"
         self._handle = self.temporary.open("wb", buffering=0)
-        self._digest = hashlib.sha256()
         self._tokens = 0
         self._documents = 0
         self._texts: list[str] = []
@@ -48,7 +46,6 @@ class ShardWriter:
         """
         self._texts.append(texts.astype(">u4").tobytes().hex())
         content = memoryview(np.ascontiguousarray(ids.astype(self.ids, casting="safe", copy=False))).cast("B")
-        self._digest.update(content)
         while content:  # an unbuffered write may take only a part, at most 2 GiB
             content = content[self._handle.write(content) :]
         self._tokens += len(ids)
@@ -62,8 +59,8 @@ class ShardWriter:
             self.temporary.unlink()
             return None
         os.replace(self.temporary, self.file)
-        digest, chunks = self._digest.hexdigest(), chunk_checksums(self.file)
-        return Shard(self.file.name, self._tokens, self._documents, digest, chunks, "".join(self._texts))
+        chunks = chunk_checksums(self.file)
+        return Shard(self.file.name, self._tokens, self._documents, chunks, "".join(self._texts))
 
     def discard(self) -> None:
         self._handle.close()

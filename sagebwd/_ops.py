@@ -1,8 +1,4 @@
-"""Where the operators are registered: ``torch.ops.sagebwd``.
-
-A build for the Hub (``scripts/build_hub_kernel.py``) has a namespace of its own instead, so that it and the
-installed package can be loaded in one process.
-"""
+"""Where the operators are registered: ``torch.ops.sagebwd``."""
 
 import torch
 
@@ -13,5 +9,5 @@ ops = getattr(torch.ops, NAMESPACE)
 
 
 def add_op_namespace_prefix(name: str) -> str:
-    """The full name of an operator, for :mod:`torch.library`; the Hub's tools look for this function."""
+    """The full name of an operator, for :mod:`torch.library`."""
     return f"{NAMESPACE}::{name}"

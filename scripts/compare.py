@@ -148,17 +148,24 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     try:
         settings = [comparable_settings(path) for path in paths]
         records = [RunDirectory(path).records() for path in paths]
+        diverged = [RunDirectory(path).diverged_at() for path in paths]
     except (ValueError, OSError) as error:
         sys.exit(printable(f"{error}; or leave this run out"))
     names = names_of(differing(settings), paths)
     return [
-        read_run(path, label, group, own, [{printable(k): v for k, v in line.items()} for line in lines])
-        for path, (label, group), own, lines in zip(paths, names, settings, records, strict=True)
+        read_run(path, *name, own, [{printable(k): v for k, v in line.items()} for line in lines], step)
+        for path, name, own, lines, step in zip(paths, names, settings, records, diverged, strict=True)
     ]
 
 
-def read_run(path: Path, label: str, group: str, settings: dict[str, Any], records: Records) -> Run:
-    diverged = diverged_at(path)
+def read_run(
+    path: Path,
+    label: str,
+    group: str,
+    settings: dict[str, Any],
+    records: Records,
+    diverged: int | None = None,
+) -> Run:
     return Run(
         path,
         label,
@@ -290,15 +297,6 @@ def group_called(name: str, runs: Sequence[Run]) -> str:
         return of_directories.pop()
     known = dict.fromkeys(run.group for run in runs)
     sys.exit(f"--baseline {name} is none of the runs; give the path of a run, or one of {', '.join(known)}")
-
-
-def diverged_at(path: Path) -> int | None:
-    """The step that ended the run because it was not finite, or None. Ends with a message if damaged."""
-    try:
-        return RunDirectory(path).diverged_at()
-    except ValueError as error:
-        what = f"{path}/DIVERGED is damaged ({error}); it should hold the number of a step: correct it"
-        sys.exit(printable(what))
 
 
 def default_out(paths: Sequence[Path]) -> Path:

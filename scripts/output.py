@@ -9,16 +9,14 @@ import gzip
 import io
 import json
 import math
-import os
 import re
-import sys
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.files import write_json, write_text
+from common.files import write_bytes, write_json, write_text
 
 #: Where benchmarks write if no --out is given. Git ignores it; results/ is for ``scripts.reproduce``.
 SCRATCH = Path("runs/bench")
@@ -64,10 +62,6 @@ def is_number(cell: str) -> bool:
 # --- Files --------------------------------------------------------------------------------------------------
 
 
-class DamagedResult(ValueError):
-    """A file of results cannot be used; the message names it and says how to fix that."""
-
-
 def with_ending(out: Path, ending: str) -> Path:
     """OUT with an ending appended, whatever dots its name has."""
     return out.with_name(out.name + ending)
@@ -83,34 +77,23 @@ def finite(value: Any) -> Any:
 
 
 def stored(path: Path) -> Path:
-    """Where `path` lies: plain, or compressed as `path`.gz. Raises DamagedResult if both are there."""
+    """Where `path` lies: plain, or compressed as `path`.gz. Raises ValueError if both are there."""
     packed = with_ending(path, ".gz")
     if path.exists() and packed.exists():
-        raise DamagedResult(f"both {path} and {packed.name} are there; delete the older one")
+        raise ValueError(f"both {path} and {packed.name} are there; delete the older one")
     return packed if packed.exists() else path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in NAME.json or NAME.json.gz. Raises FileNotFoundError or DamagedResult."""
+    """The object in NAME.json or NAME.json.gz. Raises FileNotFoundError, or ValueError if it is damaged."""
     found = stored(path)
     content = found.read_bytes()
     try:
         result = json.loads(gzip.decompress(content) if found.suffix == ".gz" else content)
     except (ValueError, OSError, EOFError, zlib.error) as error:
-        raise DamagedResult(f"{found} is damaged ({error}); restore it, or measure again") from error
+        raise ValueError(f"{found} is damaged ({error}); restore it, or measure again") from error
     if not isinstance(result, dict):
-        raise DamagedResult(f"{found} holds a {type(result).__name__}, not an object; restore it")
-    return result
-
-
-def read_result(path: Path) -> dict[str, Any]:
-    """The result of a benchmark. Exits with a message if the file is something else."""
-    try:
-        result = read_json(path.with_name(path.name.removesuffix(".gz")))
-    except (DamagedResult, OSError) as error:
-        sys.exit(str(error))
-    if "rows" not in result:
-        sys.exit(f"{path} is not the result of a benchmark: it has no rows")
+        raise ValueError(f"{found} holds a {type(result).__name__}, not an object; restore it")
     return result
 
 
@@ -127,7 +110,7 @@ def write_compressed(out: Path, result: dict[str, Any]) -> Path:
     text = json.dumps(finite(result), indent=1) + "\n"
     content = gzip.compress(text.encode("utf-8"), compresslevel=9, mtime=0)
     packed.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(packed, lambda temporary: temporary.write_bytes(content))
+    write_bytes(packed, content)
     plain.unlink(missing_ok=True)
     return packed
 
@@ -145,15 +128,7 @@ def save_figure(figure: Any, path: Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130, format="png")
     picture = Image.open(buffer).convert("RGB").quantize(96, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    picture.save(buffer, format="png", optimize=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda temporary: picture.save(temporary, format="png", optimize=True))
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` on a temporary name, then rename the file to `path`."""
-    temporary = with_ending(path, f".{os.getpid()}.tmp")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_bytes(path, buffer.getvalue())

@@ -160,26 +160,16 @@ def missing(results: Path) -> list[Item]:
 
 
 def listing() -> str:
-    """All items as a table: cost of one H200 at both scales."""
-    rows = [("item", "scaled", "full", "runs", "what")]
+    """A line for each item: cost of one H200 at both scales, runs, title and further names."""
+    lines = [f"{'item':20} {'scaled':>8} {'full':>8} {'runs':>10}  what"]
     for item in items().values():
-        costs = [duration_in_words(item.cost(scale)) for scale in ("scaled", "full")]
+        scaled, full = (duration_in_words(item.cost(scale)) for scale in ("scaled", "full"))
         runs = " / ".join(str(len(item.runs[scale])) for scale in ("scaled", "full") if item.runs[scale])
-        rows.append((item.name, *costs, runs, item.title))
-    width = max(len(row[0]) for row in rows)
-    lines = [
-        f"{name:{width}}  {scaled:>8}  {full:>8}  {runs:>7}  {title}"
-        for name, scaled, full, runs, title in rows
-    ]
-    also = [f"{' and '.join(item.also)}: {item.name}" for item in items().values() if item.also]
+        also = f" (also {', '.join(item.also)})" if item.also else ""
+        lines.append(f"{item.name:20} {scaled:>8} {full:>8} {runs:>10}  {item.title}{also}")
     total = " / ".join(duration_in_words(total_cost(scale)) for scale in ("scaled", "full"))
-    lines += [
-        "",
-        f"All: {total}. Estimated time of one H200; runs that items share are counted in each and once in "
-        "all. table1 runs on a CPU.",
-        f"Further names: {'; '.join(also)}.",
-    ]
-    return "\n".join(lines)
+    told = "estimated time of one H200 (table1: a CPU); runs that items share are counted once here"
+    return "\n".join([*lines, "", f"All: {total}, {told}."])
 
 
 # --- An item ------------------------------------------------------------------------------------------------

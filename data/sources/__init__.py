@@ -29,15 +29,6 @@ TEXT_TYPES = (
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}  # by suffix, as Arrow calls them
 
-# First bytes of a file that is packed.
-PACKED = {
-    b"\x1f\x8b": "gzip",
-    b"\x28\xb5\x2f\xfd": "zstd",
-    b"PK\x03\x04": "zip",
-    b"BZh": "bzip2",
-    b"\xfd7zXZ": "xz",
-}
-
 # A fraction that suits gigabytes would leave a small text too little validation text for one sequence.
 SMALLEST_VALIDATION = 256 << 10  # bytes of text
 LARGEST_SHARE = 0.1  # of a small text, even if that is less than SMALLEST_VALIDATION
@@ -162,18 +153,6 @@ def opened(file: Path) -> BinaryIO:
 
 def is_compressed(file: Path) -> bool:
     return file.suffix in COMPRESSIONS
-
-
-def refuse_packed(file: Path) -> None:
-    """Raise ValueError for a file that is compressed, whatever its name says."""
-    with file.open("rb") as handle:
-        start = handle.read(6)
-    for magic, kind in PACKED.items():
-        if start.startswith(magic):
-            raise ValueError(
-                f"{file} is compressed ({kind}); unpack it. data=jsonl reads what is called .jsonl.gz or "
-                ".jsonl.zst as it is"
-            )
 
 
 def line_number(file: Path, offset: int) -> int:

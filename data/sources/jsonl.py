@@ -21,7 +21,6 @@ from data.sources import (
     is_compressed,
     line_number,
     opened,
-    refuse_packed,
     units_of,
 )
 
@@ -64,14 +63,8 @@ class JsonlUnit(Unit):
     def _text(self, file: Path, offset: int, line: bytes) -> str | None:
         try:
             # Of whole numbers only the type matters; Python refuses to read thousands of digits.
-            document = json.loads(line, object_pairs_hook=_with_unique_keys, parse_int=lambda digits: 0)
-        except UnicodeDecodeError:
-            raise _wrong(file, offset, "is not valid UTF-8; convert it, or drop that line") from None
-        except RecursionError:
-            raise _wrong(file, offset, "is nested too deeply; drop that line") from None
-        except ValueError as error:
-            if line.lstrip().startswith(b"["):
-                raise _wrong(file, offset, "begins a JSON array; write one object per line") from None
+            document = json.loads(line, parse_int=lambda digits: 0)
+        except (ValueError, RecursionError) as error:
             raise _wrong(file, offset, f"is not JSON ({error}); fix or drop that line") from None
         if not isinstance(document, dict):
             raise _wrong(
@@ -103,18 +96,7 @@ SOURCE = Source(units, suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"), settings=
 def _ranges(file: Path, size: int) -> list[ByteRange]:
     if is_compressed(file):
         return [ByteRange(file, 0, size * TYPICAL_RATIO)] if size else []
-    refuse_packed(file)
     return [ByteRange(file, start, min(start + UNIT_BYTES, size)) for start in range(0, size, UNIT_BYTES)]
-
-
-def _with_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object. Raises ValueError for a key that appears twice: Python would take the last value."""
-    document = dict(pairs)
-    if len(document) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} appears {keys.count(twice)} times")
-    return document
 
 
 def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:

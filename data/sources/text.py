@@ -23,7 +23,6 @@ from data.sources import (
     Unit,
     effective_fraction,
     line_number,
-    refuse_packed,
     units_of,
 )
 
@@ -69,8 +68,6 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
 
     It is the end, not a choice by documents, because a text is often a single document.
     """
-    for file in files:
-        refuse_packed(file)
     sizes = [file.stat().st_size for file in files]
     total = sum(sizes)
     to_train = {"train": total, "val": 0}.get(split)

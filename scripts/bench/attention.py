@@ -4,9 +4,8 @@
 
 Measures forward, backward and both, over sequence lengths, head sizes and masks, for SageBwd and everything
 else that is installed: FlashAttention-2 and cuDNN (PyTorch's scaled_dot_product_attention), FlexAttention,
-and the packages flash_attn (2 and 3), flash-attn-4, nvidia-cudnn-frontend (cuDNN's FP8) and sageattention
-(forward only). An implementation that is missing, or refuses a shape, is listed with its reason.
-scripts/bench/registry.py names them all.
+and the packages flash_attn (2 and 3) and flash-attn-4. An implementation that is missing, or refuses a
+shape, is listed with its reason. scripts/bench/registry.py names them all.
 
 With --graphs and three settings of SageBwd this takes about 15 minutes of one H200.
 
@@ -53,8 +52,6 @@ from sagebwd.dispatch import KERNEL_SETS
 from scripts.bench.measuring import describe_config, describe_run, origin_of, read_line
 from scripts.bench.registry import (
     CONFIGS,
-    DENSE,
-    LAYOUTS,
     PEERS,
     Implementation,
     Shape,
@@ -77,7 +74,7 @@ from scripts.output import SCRATCH, align, finite, number, with_ending, write_ma
 PROGRAM = "python -m scripts.bench.attention"
 ROOT = Path(__file__).parents[2]
 LENGTHS = tuple(1024 << power for power in range(6))
-PACKAGES = ("flash-attn", "flash-attn-4", "sageattention", "nvidia-cudnn-frontend")
+PACKAGES = ("flash-attn", "flash-attn-4")
 
 EXAMPLES = """
 examples:
@@ -91,8 +88,6 @@ examples:
       python -m scripts.bench.attention --kernels ampere --configs default consistent --without flex cudnn
   a sliding window: each query sees its own key and the 1024 before it; compared with no window
       python -m scripts.bench.attention --masks causal 1024,0 --lengths 4096 16384
-  sequences of different lengths, with padding and one after another
-      python -m scripts.bench.attention --layouts dense padded packed --lengths 4096 --tokens 32768
   is a change to the kernels faster, and are the bits the same?
       git worktree add ../before HEAD~1
       python -m scripts.bench.attention --base ../before --lengths 4096 --configs default int8-scores
@@ -186,8 +181,6 @@ def add_shape_options(add: Callable[..., Any], lengths: Sequence[int] = LENGTHS)
         "causal, full, or a sliding window LEFT,RIGHT, where 1024, has no right limit (default causal full)"
     )
     add("--masks", nargs="+", type=mask_of, default=["causal", "full"], metavar="MASK", help=masks)
-    layouts = "of different lengths, between N / 2 and N: padded, or packed one after another (default dense)"
-    add("--layouts", nargs="+", choices=LAYOUTS, default=[DENSE], metavar="NAME", help=f"sequences {layouts}")
     add("--tokens", type=positive_int, default=16384, help="B·N; B is 1 if N is larger (default %(default)s)")
     add("--width", type=positive_int, default=2048, help="H·D (default %(default)s)")
     add("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default %(default)s")
@@ -226,8 +219,8 @@ def check(arguments: Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def shapes_of(arguments: Namespace) -> list[Shape]:
-    """Every combination of layout, mask, head size and length."""
-    axes = (arguments.layouts, arguments.masks, arguments.head_dims, arguments.lengths)
+    """Every combination of mask, head size and length."""
+    axes = (arguments.masks, arguments.head_dims, arguments.lengths)
     return [
         Shape(
             max(arguments.tokens // n, 1),
@@ -236,9 +229,8 @@ def shapes_of(arguments: Namespace) -> list[Shape]:
             head_dim,
             mask == "causal",
             *window_of(mask),
-            layout,
         )
-        for layout, mask, head_dim, n in dict.fromkeys(itertools.product(*axes))
+        for mask, head_dim, n in dict.fromkeys(itertools.product(*axes))
     ]
 
 

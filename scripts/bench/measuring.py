@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from statistics import median
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 
 from sagebwd import SageConfig
@@ -97,7 +97,7 @@ LIMITS = {
     "max_sm_clock_mhz": "clocks.max.sm",
     "max_memory_clock_mhz": "clocks.max.memory",
 }
-#: Fields of ``Monitor.summary``, the same.
+#: Fields of ``Monitor.medians``, the same.
 STATE = {
     "sm_clock_mhz": "clocks.sm",
     "memory_clock_mhz": "clocks.mem",
@@ -135,19 +135,12 @@ class Monitor:
             self._process.terminate()
             self._seen = self._process.communicate()[0]
 
-    def summary(self) -> dict[str, dict[str, float] | None]:
-        """After the block: 10th percentile, median and 90th of each field; None if nothing was seen."""
-        return summarise([parse(line, len(STATE)) for line in self._seen.splitlines()])
-
-
-def summarise(samples: list[list[float | None]]) -> dict[str, dict[str, float] | None]:
-    """:meth:`Monitor.summary` of these samples, each with a value for every field of STATE."""
-    found: dict[str, dict[str, float] | None] = {}
-    for i, name in enumerate(STATE):
-        seen = [sample[i] for sample in samples if sample[i] is not None]
-        quantiles = np.percentile(seen, (10, 50, 90)).tolist() if seen else None
-        found[name] = dict(zip(("p10", "median", "p90"), quantiles, strict=True)) if quantiles else None
-    return found
+    def medians(self) -> dict[str, float | None]:
+        """After the block: the median of each field; None if nothing was seen."""
+        samples = [parse(line, len(STATE)) for line in self._seen.splitlines()]
+        columns = [[x for x in column if x is not None] for column in zip(*samples, strict=True)]
+        found = dict(zip(STATE, columns or [[]] * len(STATE), strict=True))
+        return {name: median(seen) if seen else None for name, seen in found.items()}
 
 
 def parse(line: str | None, fields: int) -> list[float | None]:

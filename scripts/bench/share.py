@@ -33,7 +33,7 @@ from sagebwd import dispatch
 from scripts.bench import attention
 from scripts.bench.measuring import Monitor, describe_limits, describe_run, installed
 from scripts.bench.registry import CONFIGS, PEERS, Implementation, Shape, find_implementations
-from scripts.bench.submissions import SCHEMA, SUBMITTED, check
+from scripts.bench.submissions import SUBMITTED, fault_of
 from scripts.bench.tables import FAILED, Row, draw, not_measured, overview, verdicts
 from scripts.bench.timing import draw_inputs, exact_result, measure_shape, try_out
 from scripts.output import SCRATCH, finite, with_ending, write_markdown
@@ -74,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{len(right)} of {len(found)} are right")
     with Monitor(device) as monitor:
         rows = measure(right, wrong, arguments, started, result, out)
-    result |= {"state": monitor.summary()}
+    result |= {"state": monitor.medians()}
     write(out, result, rows)
     tell(rows, result, out)
 
@@ -135,9 +135,8 @@ def tell(rows: list[Row], result: dict[str, Any], out: Path) -> None:
     draw(rows, with_ending(out, ".png"), result)
     file = with_ending(out, ".json")
     print(f"\nwritten: {file}, {with_ending(out, '.md')}, {with_ending(out, '.png')}")
-    problems = check(to_share(result, rows))
-    if problems:
-        print("\n".join(["it cannot be submitted:", *problems]))
+    if problem := fault_of(to_share(result, rows)):
+        print(f"it cannot be shared: {problem}")
     else:
         print(f"to share it, add {file} to {SUBMITTED}/ in a pull request, or attach it to an issue")
 
@@ -204,23 +203,12 @@ def describe(argv: list[str] | None, arguments: Namespace) -> dict[str, Any]:
     result = describe_run(PROGRAM, argv, arguments, attention.PACKAGES)
     result["command"] = without_out(result["command"])
     result["hardware"] |= describe_limits(torch.device(arguments.device))
-    return {"schema": SCHEMA, "version": installed("sagebwd"), **result, "kernels": kernels_used(arguments)}
+    return {"version": installed("sagebwd"), **result}
 
 
 def without_out(command: str) -> str:
     """The command without --out, which may name a user."""
     return re.sub(r" --out(=| )('[^']*'|\S+)", "", command)
-
-
-def kernels_used(arguments: Namespace) -> dict[str, dict[str, Any]]:
-    """{setting: {head size: kernels, and why no faster ones}}."""
-    device = torch.device(arguments.device)
-    used: dict[str, dict[str, Any]] = {}
-    for title, config, _ in (CONFIGS[name] for name in arguments.configs):
-        for head_dim in arguments.head_dims:
-            q = torch.empty(1, 1, 1, head_dim, dtype=getattr(torch, arguments.dtype), device=device)
-            used.setdefault(title, {})[f"D {head_dim}"] = asdict(dispatch.explain(q, config=config))
-    return used
 
 
 def file_name(gpu: str) -> str:

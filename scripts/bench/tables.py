@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from sagebwd.config import PRESETS
 from sagebwd.dispatch import architectures
 from scripts.bench.measuring import origin_of
 from scripts.bench.registry import CONFIGS, Shape
-from scripts.output import align, number, read_result, save_figure
+from scripts.output import align, number, read_json, save_figure
 
 DEFAULT = "sagebwd"  # the name of rows of the default settings
 #: Each row has its speedup over these.
@@ -63,8 +63,10 @@ class Row:
 
 
 def rows_of(result: dict) -> list[Row]:
-    """The rows of a result as JSON has them."""
-    return [Row(**row | {"shape": Shape(**row["shape"])}) for row in result["rows"]]
+    """The rows of a result as JSON has them. Some in results/ also record a layout, which is "dense"."""
+    names = [field.name for field in fields(Shape)]
+    shapes = [{name: row["shape"][name] for name in names if name in row["shape"]} for row in result["rows"]]
+    return [Row(**row | {"shape": Shape(**own)}) for row, own in zip(result["rows"], shapes, strict=True)]
 
 
 # --- Tables -------------------------------------------------------------------------------------------------
@@ -204,12 +206,12 @@ def speeds(folder: Path) -> dict[Kind, list[float]]:
     """
     newest: dict[Any, tuple[Kind, float]] = {}
     paths = [*folder.glob("speed/bench_*.json*"), *folder.glob("gpus/*.json")]
-    files = {path: read_result(path) for path in sorted(paths)}
-    results = [(path, result) for path, result in files.items() if is_benchmark(result)]
+    names = sorted(path.with_name(path.name.removesuffix(".gz")) for path in paths)
+    results = [(path, result) for path in names if is_benchmark(result := read_json(path))]
     for path, result in sorted(results, key=lambda found: found[1]["date"]):
         for row in rows_of(result):
             over = row.speedup.get("FlashAttention-2")
-            kind = kind_of(row, path.name.split(".")[0], result["hardware"]["compute_capability"])
+            kind = kind_of(row, path.stem, result["hardware"]["compute_capability"])
             if kind and over and row.mode == "both" and row.shape.tokens >= FROM_TOKENS:
                 newest[kind, row.shape, result["hardware"]["name"]] = kind, over
     found: dict[Kind, list[float]] = {}
@@ -225,7 +227,7 @@ def is_benchmark(result: dict) -> bool:
 
 
 def kind_of(row: Row, file: str, capability: str) -> Kind | None:
-    """None for what is no preset of SageBwd, and with a window or sequences of different lengths."""
+    """None for what is no preset of SageBwd, and with a window."""
     title, _, forced = row.implementation.removesuffix(")").partition(" (")
     preset = next((name.replace("-", "_") for name, (own, *_) in CONFIGS.items() if own == title), None)
     if preset not in PRESETS or row.shape.mask not in ("causal", "full"):
@@ -258,10 +260,7 @@ HOW = {
 
 
 def verdicts(rows: list[Row]) -> list[str]:
-    """Lines about forward + backward, for each mask and head size: what is fastest at which length.
-
-    cuDNN's FP8, whose errors are several times as large, is left out.
-    """
+    """Lines about forward + backward, for each mask and head size: what is fastest at which length."""
     timed = [row for row in rows if row.mode == "both" and row.status == PASSED and row.median_ms]
     groups: dict[tuple[str, int], dict[int, dict[str, float]]] = {}
     for row in timed:
@@ -284,7 +283,7 @@ def _compare(by_length: dict[int, dict[str, float]]) -> list[str]:
     default = look_of(DEFAULT).title
     faster, slower, forced, instead = [], [], [], []
     for tokens, times in sorted(by_length.items()):
-        others = [name for name in times if not name.startswith((DEFAULT, "cuDNN FP8"))]
+        others = [name for name in times if not name.startswith(DEFAULT)]
         own = [name for name in times if name == DEFAULT or name.startswith(f"{DEFAULT} (")]
         if DEFAULT not in times or not others:
             continue
@@ -320,11 +319,6 @@ def _preset(title: str, name: str) -> Look:
     return Look(title, ATTENTION[name].color, ATTENTION[name].hatch)
 
 
-def _variant(title: str, hatch: str) -> Look:
-    """A setting of SageBwd that is not a preset."""
-    return Look(f"SageBwd, {title}", ATTENTION["sagebwd_low_bias"].color, hatch)
-
-
 #: By the names of rows. SageBwd has the colours of :mod:`common.pictures`; all that is in full precision is
 #: black or grey, with a hatch for each library.
 LOOKS = {
@@ -334,19 +328,13 @@ LOOKS = {
     "sagebwd consistent": _preset("SageBwd, consistent", "sagebwd_consistent"),
     "sagebwd strictly causal": _preset("SageBwd, strictly causal", "sagebwd_strictly_causal"),
     "sagebwd S alone in INT8": _preset("SageBwd, S alone in INT8", "sagebwd_int8_scores"),
-    "sagebwd P in 16 bit": _variant("16-bit P", "+++"),
-    "sagebwd smooth V": _variant("smoothed V", "|||"),
-    "sagebwd dQ in 16 bit": _variant("16-bit dQ", "ooo"),
-    "sagebwd consistent, dQ in 16 bit": _variant("consistent, 16-bit dQ", "xxx"),
+    "sagebwd P in 16 bit": Look("SageBwd, 16-bit P", ATTENTION["sagebwd_low_bias"].color, "+++"),
     "cuDNN": Look("cuDNN", ATTENTION["fpa"].color, ""),
-    "cuDNN FP8": Look("cuDNN FP8", "#2a2a2a", "ooo"),
-    "cuDNN FP8, inputs in FP8": Look("cuDNN FP8, quantization not counted", "#4a4a4a", "..."),
     "FlashAttention-2": Look("FlashAttention-2", "#7f7f7f", "///"),
     "FlashAttention-4": Look("FlashAttention-4", "#3c3c3c", "\\\\\\"),
     "FlexAttention": Look("FlexAttention", "#c8c8c8", "..."),
     "FlashAttention-3": Look("FlashAttention-3", "#585858", "xxx"),
     "flash_attn package": Look("flash_attn package", "#9a9a9a", "|||"),
-    "SageAttention": Look("SageAttention (INT8, forward only)", "#e6e6e6", "ooo"),
     "SDPA math": Look("PyTorch, math", "#b0b0b0", "---"),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import AttentionResult, exact_attention
-from scripts.bench.registry import PADDED, Attend, Implementation, Shape, explain
+from scripts.bench.registry import Attend, Implementation, Shape, explain
 from scripts.bench.tables import BASELINES, FAILED, MODES, PASSED, REFUSED, TENSORS, Row
 
 #: A second set of inputs is drawn if this many sets fit into memory: results and graphs need room, too.
@@ -66,14 +66,12 @@ def measure_shape(shape: Shape, implementations: list[Implementation], arguments
 
 
 def draw_inputs(shape: Shape, dtype: torch.dtype, device: torch.device, seed: int) -> Inputs:
-    """Standard Gaussian inputs, drawn as (B, N, H, D). The gradient at padding is zero."""
+    """Standard Gaussian inputs, drawn as (B, N, H, D)."""
     generator = torch.Generator(device).manual_seed(seed)
+    size = (shape.batch, shape.tokens, shape.heads, shape.head_dim)
     q, k, v, grad_out = (
-        torch.randn(shape.size, dtype=dtype, device=device, generator=generator).transpose(1, 2)
-        for _ in range(4)
+        torch.randn(size, dtype=dtype, device=device, generator=generator).transpose(1, 2) for _ in range(4)
     )
-    if shape.layout == PADDED:
-        grad_out.mul_(shape.visible(device)[:, None, :, None])
     return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), grad_out)
 
 
@@ -92,14 +90,14 @@ def total_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 def exact_result(shape: Shape, inputs: Inputs) -> AttentionResult:
-    """Float64 attention of the heads and tokens of :func:`sample`."""
+    """Float64 attention of the heads of :func:`sample`."""
     window = (shape.left, shape.right)
-    return exact_attention(*(sample(x, shape) for x in inputs), is_causal=shape.causal, window_size=window)
+    return exact_attention(*map(sample, inputs), is_causal=shape.causal, window_size=window)
 
 
-def sample(x: Tensor, shape: Shape) -> Tensor:
+def sample(x: Tensor) -> Tensor:
     """Last sequence, first and last head, (1, ≤ 2, N, D): where a wrong stride shows."""
-    return x.detach()[-1:, sorted({0, x.shape[1] - 1}), shape.last]
+    return x.detach()[-1:, sorted({0, x.shape[1] - 1})]
 
 
 # --- Accuracy and memory ------------------------------------------------------------------------------------
@@ -112,12 +110,11 @@ def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact:
         warnings.simplefilter("always")
         try:
             attend = implementation.build(shape, inputs.q.device)
-            run = run_both if implementation.has_backward else run_forward
-            found = run(attend, inputs)
-            errors = errors_of(found, shape, exact)
+            found = run_both(attend, inputs)
+            errors = errors_of(found, exact)
             digest = digest_of(found)
             del found
-            memory = measure_memory(attend, inputs) if implementation.has_backward else None
+            memory = measure_memory(attend, inputs)
         except Exception as error:  # a peer may refuse a shape with any exception
             return replace(trial, status=REFUSED, reason=explain(error, caught))
     known = {"errors": errors, "extra_memory": memory, "digest": digest}
@@ -126,11 +123,9 @@ def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact:
     return trial if excess is None else replace(trial, status=FAILED, reason=excess)
 
 
-def errors_of(
-    found: tuple[Tensor, ...], shape: Shape, exact: AttentionResult
-) -> dict[str, tuple[float, float]]:
+def errors_of(found: tuple[Tensor, ...], exact: AttentionResult) -> dict[str, tuple[float, float]]:
     """{tensor: (cosine similarity, relative L2)} of the sampled heads."""
-    pairs = {name: (sample(x, shape), getattr(exact, name)) for name, x in zip(TENSORS, found, strict=False)}
+    pairs = {name: (sample(x), getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)}
     return {name: (cosine_similarity(*pair), relative_l2(*pair)) for name, pair in pairs.items()}
 
 
@@ -177,9 +172,7 @@ def measure_mode(
         known = {"errors": trial.errors, "extra_memory": trial.extra_memory, "digest": trial.digest}
         known["kernels"] = trial.kernels
         row = Row(trial.implementation.name, shape, mode, trial.status, trial.reason, **known)
-        if row.status == PASSED and mode != "forward" and not trial.implementation.has_backward:
-            row = replace(row, status=REFUSED, reason="it has no backward")
-        elif row.status == PASSED:
+        if row.status == PASSED:
             try:
                 runners[row.implementation] = [make_runner(mode, trial, inputs) for inputs in sets]
             except Exception as error:  # out of memory, or an operator that cannot be captured

@@ -10,7 +10,6 @@ Attentions (--attention):
   fpa-cudnn, fpa-flash, fpa-fa4   full precision by cuDNN, FlashAttention-2 or the package flash-attn-4
   fpa                             the fastest of them on this GPU, as the trainer chooses
   sagebwd, sagebwd-NAME           attention=sagebwd and attention=sagebwd_NAME
-  sagebwd-16-bit-dq               consistent with dQ in 16 bit, too: one backward kernel on Hopper
   sagebwd-16-bit-p                consistent without the residual of O
   …-deterministic, …-graphs       with hardware.deterministic=true or hardware.cuda_graphs=true
   …-masked                        with data.mask_documents=true
@@ -64,7 +63,6 @@ ATTENTIONS = {
     "sagebwd-consistent": ["attention=sagebwd_consistent"],
     "sagebwd-int8-scores": ["attention=sagebwd_int8_scores"],
     "sagebwd-16-bit-p": ["attention=sagebwd_consistent", "attention.compensate_o=false"],
-    "sagebwd-16-bit-dq": ["attention=sagebwd_consistent", "attention.int8_matmuls=[s_fwd,s_bwd,dk]"],
     "fpa-deterministic": ["attention=fpa", "hardware.deterministic=true"],
     "sagebwd-deterministic": ["attention=sagebwd", "hardware.deterministic=true"],
     "fpa-graphs": ["attention=fpa", "hardware.cuda_graphs=true"],

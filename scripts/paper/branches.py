@@ -3,21 +3,20 @@
     python -m scripts.paper.branches results
 
 Reads losses/branches.json.gz, which scripts.paper.curves wrote, and losses/ablation.json.gz of the folder,
-and writes gap.png, ablation.png and losses/branches.md there. A gap is a branch's training loss minus that of
-the branch with cuDNN from the same model.
+and writes gap.png and losses/branches.md there. A gap is a branch's training loss minus that of the branch
+with cuDNN from the same model. What trained the ablation, and its picture, are last in commit 6513e903.
 """
 
 from __future__ import annotations
 
 import itertools
-from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from common.pictures import ATTENTION, BASELINE, CYCLE, Style, grid, legend_below
+from common.pictures import ATTENTION, BASELINE, Style, grid, legend_below
 from common.terminal import command_parser
 from scripts.output import read_json, save_figure, table, write_markdown
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM
@@ -69,15 +68,6 @@ ARMS = {
     "zero_rows": "dQ and dK in 16 bit, but rows of dS that round to zero zeroed",
     "sagebwd": "the default instead",
 }
-#: The looks of those that the picture has, and the models, which have them all.
-DRAWN = {
-    "zero_elements": CYCLE[3],
-    "sagebwd-paper": ATTENTION["sagebwd_paper"],
-    "sagebwd": ATTENTION["sagebwd"],
-    "zero_rows": CYCLE[4],
-    "dq_dk_16_bit": CYCLE[5],
-}
-DRAWN_SEEDS = (8, 9)
 
 
 class Branch(NamedTuple):
@@ -282,11 +272,6 @@ def draw_gap(axes: Any, own: dict[int, np.ndarray], look: Style, *, label: str) 
     axes.plot(steps, values.mean(0), color=look.color, linestyle=look.dashes, linewidth=1.8, label=label)
 
 
-def finish_gap_axes(axes: Any) -> None:
-    axes.set(yscale="log", ylim=(FLOOR, 0.1), xlabel="step of the branch (131,072 tokens each)")
-    axes.grid(alpha=0.3)
-
-
 def draw_branches(branches: Sequence[Branch]) -> Any:
     """Losses of full precision, the default and paper(), and below their gaps next to the null."""
     figure, panels = grid(2, 2, width=5, height=3, sharex=True)
@@ -301,8 +286,9 @@ def draw_branches(branches: Sequence[Branch]) -> Any:
             draw_gap(below, gaps(branches, setup, variant), look, label=WORDS[variant].strip("`"))
         count = len(gaps(branches, setup, "SageBwd"))
         losses.set(title=f"{setup}: mean of {count} models")
-        losses.grid(alpha=0.3)
-        finish_gap_axes(below)
+        below.set(yscale="log", ylim=(FLOOR, 0.1), xlabel="step of the branch (131,072 tokens each)")
+        for axes in (losses, below):
+            axes.grid(alpha=0.3)
     panels[0, 0].set_ylabel("training loss, nats per token")
     panels[1, 0].set_ylabel("minus full precision, nats")
     handles, labels = panels[1, 0].get_legend_handles_labels()
@@ -311,27 +297,15 @@ def draw_branches(branches: Sequence[Branch]) -> Any:
     return figure
 
 
-def draw_ablation(arms: Sequence[Branch]) -> Any:
-    """The gap of paper() and of what is left of it when one part of its backward is changed."""
-    figure, [[axes]] = grid(1, 1, width=7.5, height=4)
-    for arm, look in DRAWN.items():
-        own = gaps([one for one in arms if one.seed in DRAWN_SEEDS], "ablation", arm, "fpa-cudnn")
-        draw_gap(axes, own, look, label=ARMS[arm].replace("`", ""))
-    finish_gap_axes(axes)
-    axes.set_ylabel("training loss minus full precision, nats")
-    axes.set_title("paper() with one part of its backward changed, 35M without QK-norm", fontsize=10)
-    legend_below(figure, *axes.get_legend_handles_labels(), columns=1)
-    return figure
-
-
 # --- Command ------------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str] | None = None) -> None:
-    folder = parse_arguments(argv).folder
+    parser = command_parser("python -m scripts.paper.branches", __doc__)
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="default: %(default)s")
+    folder = parser.parse_args(argv).folder
     branches, (arms, rows) = read_branches(folder), read_ablation(folder)
     save_figure(draw_branches(branches), folder / "gap.png")
-    save_figure(draw_ablation(arms), folder / "ablation.png")
     sections = branch_tables(branches)
     sections["With QK-norm, after equal sums of learning rates"] = at_equal_learning(branches)
     sections["Ablation"] = ablation_table(arms, rows) + "\n\n\\* cut off before its last step"
@@ -341,12 +315,6 @@ def main(argv: list[str] | None = None) -> None:
         f"# Branches of one model\n\nNats per token; [the report](../README.md) explains them.\n{text}",
     )
     print(text)
-
-
-def parse_arguments(argv: list[str] | None) -> Namespace:
-    parser = command_parser("python -m scripts.paper.branches", __doc__)
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="default: %(default)s")
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

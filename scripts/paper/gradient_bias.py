@@ -17,9 +17,8 @@ of the minibatch falls as 1/T with the tokens T of a step, the bias does not. Th
 
 the critical tokens per step: with more, bias is the larger error of a step. All of it is measured for each
 group of weights, for each layer and for all weights; raw, and as Adam sees it: every element divided by
-√v̂ + eps, where v̂ is Adam's second moment in the checkpoint. Without that moment the RMS of the full-precision
-gradient over the batches stands in for √v̂, and the JSON says so. Intervals are 95%, by the jackknife over
-batches; where there is no bias they are wider than that.
+√v̂ + eps, where v̂ is Adam's second moment in the checkpoint. Intervals are 95%, by the jackknife over batches;
+where there is no bias they are wider than that.
 
 The batches follow the end of the run in its own data order. They are the same for all checkpoints and
 settings, disjoint, and unseen by the run as long as it has not gone through its text once. The model is not
@@ -32,7 +31,6 @@ import functools
 import operator
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -68,7 +66,6 @@ from scripts.paper.gradient_bias_gradients import (
     fit_twice,
     gradients,
     own_grams,
-    second_moments,
     tensor_grams,
 )
 from scripts.paper.gradient_bias_tables import CONTROL, Row, to_markdown
@@ -108,8 +105,8 @@ SETTINGS = {
     "all_int8": replace(SageConfig(), int8_matmuls=MATMULS),  # dP, too
 }
 
-#: What every setting is compared with, and the control; of a GPU and of a CPU.
-TRUTH_KERNEL = {"cuda": SDPBackend.FLASH_ATTENTION, "cpu": SDPBackend.FLASH_ATTENTION}
+#: What every setting is compared with, and the control on a GPU and on a CPU.
+TRUTH_KERNEL = SDPBackend.FLASH_ATTENTION
 CONTROL_KERNEL = {"cuda": SDPBackend.CUDNN_ATTENTION, "cpu": SDPBackend.MATH}
 TITLES = {
     SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
@@ -218,50 +215,35 @@ def measure_checkpoint(
 ) -> Iterator[list[Row]]:
     """Rows of each setting, by view, group and layer. Adds losses and the gradient itself to the result."""
     device, dtype = torch.device(arguments.device), run.dtype
-    kernel = TRUTH_KERNEL[device.type]
     micro_batch = arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
     tokens_per_batch = arguments.tokens_per_batch
-    llama = load_model(run, full_precision(kernel))
-    v_hat = second_moments(run, llama)
+    llama = load_model(run, full_precision(TRUTH_KERNEL))
+    scales = adam_scales(run, llama, device)
     llama = llama.to(device)
-    with precision_of_training(dtype):
-        g = empty_gradients(llama, len(batches))
-        losses = gradients(llama, batches, micro_batch, dtype, g)
-        scales = adam_scales(run, v_hat, g)
-        own = own_grams(g, scales)
-        place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
-        result["gradients"] += [
-            place | part | rounded(estimate_gradient(found, tokens_per_batch)) for part, found in by_part(own)
+    # As in the trainer: what autocast leaves in float32 may use TF32.
+    torch.set_float32_matmul_precision("high" if dtype is torch.bfloat16 else "highest")
+    g = empty_gradients(llama, len(batches))
+    losses = gradients(llama, batches, micro_batch, dtype, g)
+    own = own_grams(g, scales)
+    place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
+    result["gradients"] += [
+        place | part | rounded(estimate_gradient(found, tokens_per_batch)) for part, found in by_part(own)
+    ]
+    result["checkpoints"].append(
+        place | {"truth": TITLES[TRUTH_KERNEL], "loss": float(np.mean(losses)), "loss_differences": {}}
+    )
+    fits = fit_twice(llama, len(batches))
+    g_setting = empty_gradients(llama, len(batches), in_host_memory=not fits)
+    for setting, attend in attentions.items():
+        with attending(llama, attend):
+            with_setting = gradients(llama, batches, micro_batch, dtype, g_setting)
+        grams = tensor_grams(g_setting, g, own, scales)
+        difference = np.array(with_setting) - np.array(losses)
+        result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)
+        yield [
+            Row(**place, setting=setting, **part, **rounded(estimate_setting(found, tokens_per_batch)))
+            for part, found in by_part(grams)
         ]
-        result["checkpoints"].append(
-            place
-            | {"adam": "mean square of g over batches" if v_hat is None else "v of the checkpoint"}
-            | {"truth": TITLES[kernel], "loss": float(np.mean(losses)), "loss_differences": {}}
-        )
-        fits = fit_twice(llama, len(batches))
-        g_setting = empty_gradients(llama, len(batches), in_host_memory=not fits)
-        for setting, attend in attentions.items():
-            with attending(llama, attend):
-                with_setting = gradients(llama, batches, micro_batch, dtype, g_setting)
-            grams = tensor_grams(g_setting, g, own, scales)
-            difference = np.array(with_setting) - np.array(losses)
-            result["checkpoints"][-1]["loss_differences"][setting] = mean_and_interval(difference)
-            yield [
-                Row(**place, setting=setting, **part, **rounded(estimate_setting(found, tokens_per_batch)))
-                for part, found in by_part(grams)
-            ]
-
-
-@contextmanager
-def precision_of_training(dtype: torch.dtype) -> Iterator[None]:
-    """What autocast leaves in float32 may use TF32, as in the trainer."""
-    before = torch.get_float32_matmul_precision()
-    if dtype is torch.bfloat16:
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def by_part(grams: Mapping[tuple[str, str], Grams]) -> Iterator[tuple[dict[str, Any], Moments]]:

@@ -20,7 +20,7 @@ from scripts.paper.trained_runs import TrainedRun
 from scripts.runs import training_loader
 from trainer.checkpoint import NO_PROCESS_GROUP, load_alone
 from trainer.optimizer import adamw
-from trainer.run_directory import checkpoint_of, steps_in
+from trainer.run_directory import checkpoint_of
 
 RAW, ADAM = "raw", "adam"
 VIEWS = (RAW, ADAM)
@@ -134,43 +134,31 @@ def own_grams(g: Gradients, scales: Mapping[str, Tensor]) -> dict[tuple[str, str
 # --- Adam ---------------------------------------------------------------------------------------------------
 
 
-def second_moments(run: TrainedRun, llama: Llama) -> dict[str, Tensor] | None:
-    """Adam's v̂ (elements,) by weight from the run's checkpoint; None if it has no checkpoint of that step.
+def adam_scales(run: TrainedRun, llama: Llama, device: torch.device) -> dict[str, Tensor]:
+    """1 / (√v̂ + eps) by weight, (elements,), with Adam's second moments in the run's checkpoint of its step.
 
-    `llama` has the weights of that checkpoint, on the CPU. Raises ValueError if it is damaged, or of a
-    run with another optimizer.
+    `llama` has the weights of that checkpoint, on the CPU. Raises ValueError if there is none, if it is
+    damaged, or of a run with another optimizer.
     """
-    step = run.origin.step
-    if step not in steps_in(run.directory.checkpoints):
-        return None
-    if run.settings.optimizer.name != "adamw":
+    settings = run.settings.optimizer
+    if settings.name != "adamw":
         raise ValueError(
-            f"{run.name}: trained with {run.settings.optimizer.name}, so there are no Adam's moments; give a "
-            "run with optimizer=adamw"
+            f"{run.name}: trained with {settings.name}, so there are no Adam's moments; give a run with "
+            "optimizer=adamw"
         )
-    optimizer = adamw(llama.parameters(), run.settings.optimizer)
+    path = checkpoint_of(run.directory.checkpoints, run.origin.step)
+    optimizer = adamw(llama.parameters(), settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
         _, moments_and_groups = get_state_dict(llama, optimizer)
-    path = checkpoint_of(run.directory.checkpoints, step)
     try:
         load_alone({"optimizer": moments_and_groups}, path)
     except ValueError as error:
         raise ValueError(f"{run.name}: Adam's moments cannot be read: {error}") from error
-    beta2, state = run.settings.optimizer.beta2, moments_and_groups["state"]
-    return {
-        name: (state[name]["exp_avg_sq"] / (1 - beta2 ** float(state[name]["step"]))).flatten()
-        for name, _ in llama.named_parameters()
-    }
-
-
-@torch.no_grad()
-def adam_scales(run: TrainedRun, moments: Mapping[str, Tensor] | None, g: Gradients) -> dict[str, Tensor]:
-    """1 / (√v̂ + eps) by weight, (elements,); where there is no v̂, from the mean square of g over batches."""
     scales = {}
-    for name, rows in g.items():
-        square = rows.square().mean(0) if moments is None else moments[name].to(rows.device)
-        scales[name] = 1 / (square.sqrt() + run.settings.optimizer.eps)
+    for name, state in moments_and_groups["state"].items():
+        v_hat = state["exp_avg_sq"] / (1 - settings.beta2 ** float(state["step"]))
+        scales[name] = 1 / (v_hat.flatten().sqrt() + settings.eps).to(device)
     return scales
 
 

@@ -28,12 +28,6 @@ GROUP_TITLES = {
     "norms": "other norms",
 }
 
-#: The settings in the table of checkpoints. "accurate" is in results alone: the preset is gone.
-LINES = (
-    *(CONTROL, "paper", "default", "consistent", "accurate", "strictly_causal", "smooth_v_unsigned_p"),
-    "all_int8",
-)
-
 Interval = list[float | None]  # estimate, lower and upper end; None: not a number, or infinite
 
 
@@ -102,7 +96,7 @@ def describe_checkpoint(result: dict[str, Any], run: str, step: int) -> str:
     return (
         f"Trained with {trained['attention']} {norm} QK-norm on {found['tokens']:,} tokens, "
         f"{trained['tokens_per_step']:,} a step, learning rate {trained['optimizer']['lr']:g}; text of the "
-        f"batches {seen} in training; loss there {found['loss']:.4f}. Adam's √v̂: {found['adam']}."
+        f"batches {seen} in training; loss there {found['loss']:.4f}."
     )
 
 
@@ -160,7 +154,7 @@ def layer_table(rows: list[Row]) -> list[str]:
 
 
 def progress_table(rows: list[Row], run: str) -> list[str]:
-    """Bias and T* at every checkpoint of a run: a line for each of the main settings."""
+    """Bias and T* at every checkpoint of a run: a line for each setting."""
     chosen = [row for row in rows if row.run == run and row.view == "raw"]
     steps = checkpoints(chosen)[run]
     tokens = {row.step: row.tokens for row in chosen}
@@ -171,7 +165,7 @@ def progress_table(rows: list[Row], run: str) -> list[str]:
     ]
     header = [f"{title}, {count(tokens[step])}" for title, *_ in columns for step in steps]
     lines = []
-    for setting in (name for name in settings_of(chosen) if name in LINES):
+    for setting in settings_of(chosen):
         measured = [row for row in chosen if row.setting == setting]
         cells = [
             shown(pick(own, setting, group)) if own else "not measured"

@@ -22,8 +22,8 @@ from common.terminal import command_parser
 from scripts.output import number, read_json, table
 from scripts.paper import branches
 from scripts.paper import published as paper
-from scripts.paper.differences import Row, read_rows
 from scripts.paper.gradient_bias_tables import count, decimal
+from scripts.paper.losses import Row, read_rows
 from scripts.paper.table1 import TENSORS, TITLES
 from scripts.paper.variants import FULL_PRECISION, SAGE
 from trainer.plot import PROBED

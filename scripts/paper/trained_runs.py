@@ -103,8 +103,6 @@ def describe_trained(run: TrainedRun) -> dict[str, Any]:
         "context": settings.context,
         "sequences_per_step": run.sequences_per_step,
         "text": run.corpus.manifest.fingerprint,
-        "data": {"source": settings.data.source, "name": settings.data.name}
-        | {"fingerprint": run.corpus.manifest.fingerprint},
         "tokens_of_text": run.corpus.manifest.tokens("train"),
         "dtype": settings.hardware.dtype,
         "seed": settings.seed,

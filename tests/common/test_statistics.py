@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from common.statistics import Cell, by_seed, difference_of, fit, permutation_p, quantile
-from scripts.paper.differences import of_one_code
+from scripts.paper.losses import of_one_code
 
 
 def cells(losses):
@@ -51,7 +51,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
                 fit(cells({name: dict(enumerate(row)) for name, row in own.items()})).difference("b", "a")
             )
         found = difference_of(*gaps)
-        hits += [gaps[0].low < 3.0 < gaps[0].high, found.low < 2.0 < found.high]
+        hits += [abs(one.mean - truth) < one.half_width for one, truth in ((gaps[0], 3.0), (found, 2.0))]
     assert hits / draws == pytest.approx(0.95, abs=0.03)
 
 

@@ -8,6 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from common import files
 from data import corpus, prepare
 from data.corpus import open_corpus
 from data.recipe import Recipe, read
@@ -44,6 +45,13 @@ def test_a_small_text_is_prepared_on_first_use_and_only_then(settings, monkeypat
     assert len(again.train) == len(first.train)
     assert again.tokenizer.decode(again.train.window(0, 30)) == "it was a dark and stormy night"
     assert again.manifest.vocab_size == 257
+
+
+def test_a_run_hashes_its_files_once(settings, monkeypatch):
+    hashed, sha256 = [], files.sha256
+    monkeypatch.setattr(files, "sha256", lambda file: hashed.append(file.name) or sha256(file))
+    open_corpus(settings, read(settings))
+    assert hashed == ["book.txt"]
 
 
 def test_the_command_for_a_large_text_prepares_what_opens(settings, tmp_path):

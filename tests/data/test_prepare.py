@@ -150,18 +150,6 @@ def test_spoilt_shards_and_records_alone_are_made_anew(settings):
     assert contents(folder) == whole
 
 
-def test_other_text_settings_and_tokenizers_never_share_a_folder(settings, tmp_path):
-    folders = {prepare(settings), prepare(dataclasses.replace(settings, val_fraction=0.3))}
-    with Path(settings.path).open("a") as file:
-        file.write('{"text": "more"}\n')
-    folders.add(prepare(settings))
-    copy = tmp_path / "copy" / "texts.jsonl"  # the same name, another book
-    copy.parent.mkdir()
-    copy.write_text('{"text": "another"}\n{"text": "book"}\n')
-    folders.add(prepare(dataclasses.replace(settings, path=str(copy), val_fraction=0.001)))
-    assert len(folders) == 4
-
-
 def test_a_name_that_is_taken_by_other_data_is_refused(settings):
     named = dataclasses.replace(settings, folder="mine")
     whole = contents(prepare(named))

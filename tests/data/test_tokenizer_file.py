@@ -189,7 +189,6 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
         assert np.fromfile(shard, dtype).tolist() == stored.tolist()
         assert tokens.window(0, len(tokens)).dtype == dtype
         assert tokens.window(2, 6).tolist() == stored[2:].tolist()
-    assert f"unsigned {8 * np.dtype(dtype).itemsize}-bit" in (folder / "manifest.json").read_text()
     batches = {"context": 7, "micro_batch": 1}
     train = BatchLoader(corpus.train, sequences_per_step=1, seed=1, **batches).micro_batches(0)
     for inputs, targets in (*train, *evaluation_batches(corpus.val, sequences=1, **batches)):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizers
-from data.tokenizers import Bytes, Gigatoken, Tiktoken
+from data.tokenizers import Bytes, Gigatoken, Tiktoken, utf8
 
 # GPT-2's pattern and special token, with its 256 bytes and a few merges in place of its vocabulary file.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -74,9 +74,12 @@ def test_end_of_text_and_slices_of_arrow_arrays(tokenizer):
     ids, lengths = tokenizer.encode_documents(large_strings(TRICKY)[3:6])
     assert (ids == tokenizer.encode_documents(large_strings(TRICKY[3:6]))[0]).all()
     assert len(lengths) == 3
+    data, offsets = utf8(large_strings(TRICKY)[3:6])
+    assert bytes(data) == "".join(TRICKY[3:6]).encode()
+    assert offsets.tolist() == [0, *np.cumsum([len(text.encode()) for text in TRICKY[3:6]])]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.text(max_size=30), max_size=5))
 def test_gigatoken_makes_the_same_ids(texts):
     pytest.importorskip("gigatoken")

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from scripts.output import read_json
-from scripts.paper.differences import read_rows
+from scripts.paper.losses import read_rows
 from tests.docs import pages
 from tests.docs.pages import PAGES, ROOT
 

@@ -12,9 +12,8 @@ from common.files import write_text
 from sagebwd.config import MATMULS
 from scripts.output import read_json
 from scripts.paper import curves, losses
-from scripts.paper.differences import read_rows
-from scripts.paper.losses import compare
-from scripts.paper.run_summary import divergence, read_run, without_places
+from scripts.paper.curves import divergence, read_run, without_places
+from scripts.paper.losses import compare, read_rows
 from scripts.paper.variants import base_of, is_null, variant_of
 from tests.cli import ROOT
 from trainer.run_directory import RunDirectory

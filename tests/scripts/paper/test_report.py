@@ -98,7 +98,7 @@ def test_branches_are_written_and_drawn(tmp_path):
         shutil.copy(RESULTS / f"losses/{name}.json.gz", tmp_path / "losses")
     branches.main([str(tmp_path)])
     assert (tmp_path / "losses/branches.md").read_text() == (RESULTS / "losses/branches.md").read_text()
-    assert all((tmp_path / f"{name}.png").stat().st_size > 10_000 for name in ("gap", "ablation"))
+    assert (tmp_path / "gap.png").stat().st_size > 10_000
 
 
 def gaps_by_hand(runs, arm):
