@@ -130,7 +130,7 @@ def _watch_models() -> None:
     transformers asks this method of each model, with the name that was requested, which attention to take.
     """
     ask = PreTrainedModel.get_correct_attn_implementation
-    watchers = getattr(ask, "sagebwd_watchers", ())  # one of each copy of this package
+    watchers = getattr(ask, "sagebwd_watchers", ())  # one of each copy of this package, see build_hub_kernel
     if _attention in watchers:
         return
 
