@@ -11,7 +11,7 @@ from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS, PRESETS
 from tests.inputs import assert_same
 from tests.sagebwd.kernels.inputs import assert_bit_equal, boundary_arguments
-from tests.sagebwd.kernels.sets import named, needs, over
+from tests.sagebwd.kernels.sets import named, needs, over, reference_first
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -132,6 +132,7 @@ def test_the_queries_that_see_a_poisoned_key_show_it(kernels, sample):
 # --- PyTorch -----------------------------------------------------------------------------------------------
 
 
+@reference_first
 @over("backend", lambda kernel_set: ["aot_eager", *(["inductor"] if kernel_set.is_gpu else [])])
 def test_compiled_equals_eager(sample_on_device, compiled, kernel_set, backend):
     """With a window that is traced as a number, and that has to be narrowed."""

@@ -58,9 +58,8 @@ ORDERED = {
     "default": (DEFAULT_CONFIG, 64, 260, 260, CAUSAL),
     "strictly causal": (STRICT, 64, 260, 260, CAUSAL),
     "paper": (PAPER, 64, 260, 260, CAUSAL),
-    "256 channels": (DEFAULT_CONFIG, 256, 260, 260, CAUSAL),
+    "256 channels": (DEFAULT_CONFIG, 256, 200, 200, CAUSAL),
     "one backward": (ONE_BACKWARD, 128, 130, 190, {"is_causal": False}),
-    "one backward, few queries": (ONE_BACKWARD, 128, 64, 190, {"is_causal": False}),
     "S alone": (S_ALONE, 64, 190, 190, CAUSAL),
 }
 
@@ -88,7 +87,6 @@ def order_of_keys(request, monkeypatch):
 DOCUMENTS = (1, 64, 65, 0, 327, 2, 1)
 #: (settings, head size, mask, queries, keys), or the lengths of documents
 KEYS_IN_ORDER = {
-    "causal": (S_ALONE, 64, CAUSAL, 333, 333),
     "causal, many channels": (S_ALONE, 128, CAUSAL, 270, 270),
     "full": (ONE_BACKWARD, 128, {}, 130, 333),
     "few keys": (S_ALONE, 64, CAUSAL, 400, 70),
@@ -144,7 +142,7 @@ READ_IN_PLACE = {
 @pytest.mark.parametrize("case", READ_IN_PLACE.values(), ids=READ_IN_PLACE.keys())
 def test_the_layout_of_k_changes_nothing(kernel_set, draw, case):
     config, head_dim, mask, dtype = case
-    q, k, v, grad_out = draw(170, batch=1, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype)
+    q, k, v, grad_out = draw(170, batch=1, heads=2, kv_heads=2, head_dim=head_dim, dtype=dtype)
     function = attention(kernel_set.name, config=config, **mask)
     alike = k[:, :1].expand_as(k)
     for values, layouts in ((k, LAYOUTS), (alike.contiguous(), {"one head for all": lambda _: alike})):

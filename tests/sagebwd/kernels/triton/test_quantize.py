@@ -174,9 +174,6 @@ def test_smoothing(gaussian, smooth_q, smooth_k, token_scales):
         torch.testing.assert_close(q_operand.mean.cpu(), means, rtol=1e-6, atol=1e-6)
 
 
-# --- dO and δ ---------------------------------------------------------------------------------------------
-
-
 # --- Sums -------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +200,3 @@ def test_sums_of_the_largest_values(device):
     wanted[:8] = 127 * 128
     wanted[1] *= -1
     assert torch.equal(operand.sums.cpu(), wanted[None])
-
-
-# --- Packed documents -------------------------------------------------------------------------------------
