@@ -213,7 +213,7 @@ SIZE = "not a whole number from 1 to 2147483647; correct it, or copy or download
         ({"vocab_size": 10**30}, SIZE),
         ({"hidden_size": [24]}, f"hidden_size is [24], {SIZE}"),
         ({"num_attention_heads": 0}, f"num_attention_heads is 0, {SIZE}"),
-        ({"num_key_value_heads": None}, f"num_key_value_heads is null, {SIZE}"),
+        ({"num_key_value_heads": "two"}, f'num_key_value_heads is "two", {SIZE}'),
         ({"num_hidden_layers": {}}, f"num_hidden_layers is {{}}, {SIZE}"),
         ({"head_dim": 2.5}, f"head_dim is 2.5, {SIZE}"),
         ({"intermediate_size": False}, f"intermediate_size is false, {SIZE}"),
