@@ -186,19 +186,16 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment)
     assert fragment in str(caught.value)
 
 
-SIZE = "not a whole number from 1 to 2147483647; correct it, or copy or download it again"
-
-
 @pytest.mark.parametrize(
     ("fields", "fragment"),
     [
         # Models that compute something else.
         ({"model_type": "mistral"}, "model_type=mistral, supported are llama, qwen3"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"attention_bias": True}, "attention_bias=true, supported is false"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu", supported is "silu"'),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=true"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type llama3"),
@@ -208,26 +205,18 @@ SIZE = "not a whole number from 1 to 2147483647; correct it, or copy or download
         ({"hidden_size": 25}, "cannot be built: model.d_model=25 is not a multiple"),
         ({"num_key_value_heads": 3}, "cannot be built: model.n_kv_heads=3 does not divide model.n_heads=4"),
         ({"head_dim": 9}, "cannot be built: model.d_head=9 is odd"),
-        # Values of another kind: each field with one of them.
-        ({"vocab_size": "61"}, f'vocab_size is "61", {SIZE}'),
-        ({"vocab_size": 10**30}, SIZE),
-        ({"hidden_size": [24]}, f"hidden_size is [24], {SIZE}"),
-        ({"num_attention_heads": 0}, f"num_attention_heads is 0, {SIZE}"),
-        ({"num_key_value_heads": "two"}, f'num_key_value_heads is "two", {SIZE}'),
-        ({"num_hidden_layers": {}}, f"num_hidden_layers is {{}}, {SIZE}"),
-        ({"head_dim": 2.5}, f"head_dim is 2.5, {SIZE}"),
-        ({"intermediate_size": False}, f"intermediate_size is false, {SIZE}"),
-        ({"max_position_embeddings": "x" * 99}, f'max_position_embeddings is "{"x" * 59}…, {SIZE}'),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is NaN, not a positive number"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps is 0, not a positive number"),
-        ({"initializer_range": 10**400}, "not a positive number below 1.8e308"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be built: model.n_heads=0"),
+        ({"rms_norm_eps": float("nan")}, "cannot be built: model.norm_eps=nan must be positive and finite"),
+        # Values of another kind.
+        ({"vocab_size": "61"}, 'vocab_size is "61", not a whole number; correct it, or copy or download it'),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true, not a whole number"),
+        ({"max_position_embeddings": "x" * 99}, f'max_position_embeddings is "{"x" * 59}…, not a whole numb'),
+        ({"initializer_range": [0.1]}, "initializer_range is [0.1], not a whole number or a fraction"),
         ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", not true or false'),
-        ({"model_type": ["llama"]}, 'model_type=["llama"], supported are llama, qwen3'),
-        ({"layer_types": [["full_attention"]]}, "not a list of strings"),
+        ({"model_type": ["llama"]}, 'model_type is ["llama"], not a text'),
+        ({"layer_types": [["full_attention"]]}, "supported is full_attention"),
         ({"rope_scaling": "linear"}, 'rope_scaling is "linear", not an object'),
-        ({"rope_parameters": [1]}, "rope_parameters is [1], not an object"),
-        ({"rope_parameters": {"rope_theta": "10000"}}, 'rope_theta is "10000", not a positive number'),
-        ({"rope_parameters": {"rope_type": None}}, "rope scaling of type None"),
+        ({"rope_parameters": {"rope_theta": "10000"}}, 'rope_theta is "10000", not a whole number'),
     ],
     ids=lambda value: repr(value)[:40],
 )
