@@ -234,6 +234,20 @@ def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
     plan.plan_of.cache_clear()
 
 
+@pytest.fixture
+def in_order() -> Iterator[Callable[..., Any]]:
+    """in_order(function, reverse=True) or in_order(function, first=…, count=…): its results when threads run
+    in this order, as :func:`sources_on_cpu.run_in_order` says.
+    """
+
+    def in_order(function: Callable[[], Any], **order: Any) -> Any:
+        sources_on_cpu.run_in_order(**order)
+        return function()
+
+    yield in_order
+    sources_on_cpu.run_in_order()
+
+
 # --- Comparing ---------------------------------------------------------------------------------------------
 
 

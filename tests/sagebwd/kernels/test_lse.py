@@ -20,16 +20,13 @@ from sagebwd.interface import AttentionParams
 from sagebwd.kernels.lse import log_of_base, natural_lse
 from sagebwd.metrics import relative_l2
 from sagebwd.window import FULL
-from tests.sagebwd.kernels.inputs import NAMES
+from tests.sagebwd.kernels.inputs import GRADIENTS
 from tests.sagebwd.kernels.sets import emulated_too, only, over
 from tests.sagebwd.test_window import mask_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
-
-
-GRADIENTS = NAMES[1:]
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ That they are right is tested as for the other kernel sets: see ``EMULATED`` in 
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 import pytest
 import torch
 
@@ -14,9 +12,8 @@ from sagebwd import SageConfig
 from sagebwd.kernels.ampere import shapes
 from sagebwd.kernels.cuda import plan
 from tests.inputs import gradients
-from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
 from tests.sagebwd.kernels.operators import attention, forward
-from tests.sagebwd.kernels.sets import FP16, emulated_too, only
+from tests.sagebwd.kernels.sets import FP16, boundaries_of, emulated_too, only
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -34,7 +31,7 @@ def runs(kernel_set, draw):
     def runs(lengths, config, mask, head_dim=64):
         boundaries = None
         if not isinstance(lengths, int):
-            boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            boundaries = torch.tensor(boundaries_of(lengths))
             lengths = sum(lengths)
         inputs = draw(lengths, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=FP16)
         mask = {"is_causal": False, **mask}
@@ -57,18 +54,6 @@ LATE = (
     {"first": 256, "count": 32},
     {"first": 256, "count": 128},
 )
-
-
-@pytest.fixture
-def in_order():
-    """in_order(function, reverse=True) or in_order(function, first=…, count=…): its results in this order."""
-
-    def in_order(function, **order):
-        run_in_order(**order)
-        return function()
-
-    yield in_order
-    run_in_order()
 
 
 CAUSAL, WINDOW = {"is_causal": True}, {"window_size": (70, 3)}
