@@ -159,7 +159,6 @@ reference_too = pytest.mark.reference
 reference_first = only(lambda kernel_set: kernel_set.is_gpu or kernel_set.is_reference)
 kernels_only = only(lambda kernel_set: not kernel_set.is_reference)
 on_gpu = only(lambda kernel_set: kernel_set.is_gpu)
-cuda_only = only(lambda kernel_set: kernel_set.is_cuda)
 triton_only = only(lambda kernel_set: kernel_set.name == "triton")
 
 every_head_dim = over("head_dim", lambda kernel_set: kernel_set.head_dims)
