@@ -4,6 +4,7 @@ from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig
 from sagebwd.diagnosis import Diagnosis, diagnose
 from sagebwd.dispatch import Explanation, explain
+from sagebwd.preparation import prepare
 from sagebwd.usage import Report, report
 
 __version__ = "0.1.0"
@@ -16,6 +17,7 @@ __all__ = [
     "__version__",
     "diagnose",
     "explain",
+    "prepare",
     "report",
     "sage_attention",
 ]

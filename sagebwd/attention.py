@@ -119,7 +119,7 @@ def sage_attention(
     if 0 in (*q.shape, *k.shape):
         out, lse = _nothing(q, k, v, sinks)
     else:
-        scale = head_dim**-0.5 if scale is None else float(scale)
+        scale = head_dim**-0.5 if scale is None else float(scale) + 0.0  # no −0.0, which is equal
         chosen = dispatch.choose(q, scale, encode(config), kernels)
         params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
         if mask is None:

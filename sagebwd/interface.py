@@ -6,9 +6,8 @@ A kernel set is a module with
     backward(grad_out, q, k, v, saved, params, grad_lse=None) -> (dq, dk, dv), laid out as q, k, v
     token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
-and, in its package, if it packs Q and K for the backward as kernels/cuda/packing.py does,
-
-    packs_v(params): whether it packs V, too; the backward otherwise reads V itself
+Those that pack (see :attr:`AttentionParams.packs`) take forward(..., together=True), which gives a
+:class:`sagebwd.kernels.cuda.plan.KeptResult`; their backward takes that, too, with None for what was packed.
 
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
@@ -36,14 +35,7 @@ PARAMETERS = 7
 @functools.cache
 def kernel_set(kernels: str) -> ModuleType:
     """The module of a kernel set, imported at its first use: none needs the others."""
-    package = _package_of(kernels)
-    return package if kernels == "reference" else importlib.import_module(".attention", package.__name__)
-
-
-@functools.cache
-def _package_of(kernels: str) -> ModuleType:
-    """The package of a kernel set. To import it needs neither Triton nor CUDA."""
-    name = "reference" if kernels == "reference" else f"kernels.{kernels}"
+    name = "reference" if kernels == "reference" else f"kernels.{kernels}.attention"
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -89,10 +81,17 @@ class AttentionParams(NamedTuple):
         return 1 if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
     @property
+    def packs(self) -> bool:
+        """Whether these kernels can pack Q and K for the backward."""
+        return self.packs_v is not None
+
+    @property
     def packs_v(self) -> bool | None:
-        """Whether these kernels pack V, too, where they pack for the backward; None if they never pack."""
-        packs_v = getattr(_package_of(self.kernels), "packs_v", None)
-        return packs_v and packs_v(self)
+        """Whether these kernels pack V, too, where they pack Q and K for the backward; None if they never do.
+
+        Otherwise the backward reads V itself; on Hopper by bulk copies, unless documents are packed.
+        """
+        return {"hopper": self.cu_seqlens is not None, "ampere": False}.get(self.kernels)
 
     def flatten(self) -> tuple[Any, ...]:
         """As ``sagebwd::backward`` takes them, because operators take no objects.
@@ -139,6 +138,14 @@ class ForwardResult(NamedTuple):
     out_residual: Tensor
     packed_q: Tensor
     packed_kv: Tensor
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What to save for the backward, which :meth:`restored` makes the same result of."""
+        return tuple(self)
+
+    def restored(self, *tensors: Tensor) -> ForwardResult:
+        return ForwardResult(*tensors)
 
 
 def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import sagebwd
 from model.backends import Attention, Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import PRESETS
-from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.ops import needed_by_backward
 from sagebwd.window import CAUSAL
 
@@ -89,9 +89,9 @@ class Settings(Attention):
     def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
         """What the operator keeps. Without a GPU here, "cuda" is a Hopper GPU."""
         kernels = _kernels(q, self.config, device) if self.kernels == "auto" else self.kernels
-        params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, self.config, kernels)
-        saved = ForwardResult(*torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True))
-        needed = needed_by_backward(q, k, k, saved, params)
+        params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, self.config, kernels, pack_for_backward=True)
+        saved = torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True)
+        needed = needed_by_backward(q, k, k, params)
         results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
         return SavedBytes(total=inputs + results, results=results)
 

@@ -12,10 +12,9 @@ host's time decides.
 from __future__ import annotations
 
 import contextlib
-import importlib
-from collections.abc import Callable
-from types import ModuleType
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +25,9 @@ from sagebwd.kernels.layout import block_count, empty_result, padded_head_dim, s
 from sagebwd.kernels.lse import add_sinks, finish_gradients, log_of_base, natural_lse, with_sinks
 from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
+
+if TYPE_CHECKING:
+    from sagebwd.kernels.cuda.plan import KeptResult
 
 # --- The operators -----------------------------------------------------------------------------------------
 
@@ -52,9 +54,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
     return _run_forward(q, k, v, _narrowed(q, k, arguments))
 
 
-def _run_forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
+def _run_forward(
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, **options: bool
+) -> ForwardResult | KeptResult:
+    """``options``: see :mod:`sagebwd.interface`."""
     with _on_device_of(q):
-        return kernel_set(params.kernels).forward(q, k, v, params)
+        return kernel_set(params.kernels).forward(q, k, v, params, **options)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
@@ -64,7 +69,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardRe
     columns = params.documents * _mean_channels(k, params) if params.config.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
     packed = nothing_packed(q)
-    if params.pack_for_backward and params.packs_v is not None:
+    if params.pack_for_backward and params.packs:
         packed = (q.new_empty(shape, dtype=torch.uint8) for shape in _packed_shapes(q, k, params))
     return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, *packed)
 
@@ -94,18 +99,13 @@ def _backward(
     """
     arguments, grad_lse = arguments[:PARAMETERS], (*arguments, None)[PARAMETERS]
     params = AttentionParams.unflatten(*arguments)
-    if q is None and not (packed_q.numel() and params.config.is_int8("dk")):
-        raise ValueError(
-            "sagebwd::backward got no q; pass it: only CUDA kernels can do without, with the packed_q of "
-            "sagebwd::forward(pack_for_backward=True) and an INT8 dK"
-        )
-    has_v = v is not None or (packed_kv.numel() and params.packs_v)
+    has_q = q is not None or (packed_q.numel() and params.config.is_int8("dk"))
     has_k = k is not None or (packed_kv.numel() and params.config.is_int8("dq"))
-    if not (has_k and has_v):
+    has_v = v is not None or (packed_kv.numel() and params.packs_v)
+    if not (has_q and has_k and has_v):
         raise ValueError(
-            "sagebwd::backward got neither k and v nor what replaces them; pass k and v: only CUDA kernels "
-            "can do without, with the packed_kv of sagebwd::forward(pack_for_backward=True), without k if dQ "
-            "is INT8, without v if packed_kv holds V"
+            "sagebwd::backward got no q, k or v, and not what replaces it; pass q, k and v, or what "
+            "sagebwd::forward(pack_for_backward=True) of CUDA kernels returned"
         )
     q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
     saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
@@ -114,12 +114,12 @@ def _backward(
 
 def _run_backward(
     grad_out: Tensor,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    saved: ForwardResult,
+    qkv: Sequence[Tensor | None],
+    saved: ForwardResult | KeptResult,
     params: AttentionParams,
     grad_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``grad_lse`` is that of ``saved.lse``."""
+    """``grad_lse`` is that of ``saved.lse``; see :mod:`sagebwd.interface` for the rest."""
     with _on_device_of(grad_out):
         if grad_lse is not None:  # to base e, as kernel sets take it
             grad_lse = (grad_lse / log_of_base(params)).contiguous()
@@ -161,16 +161,12 @@ def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionPara
     return params._replace(window=params.window.narrowed(q.shape[-2], k.shape[-2]))
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f".{name}", __package__)
-
-
 # --- What the backward needs -------------------------------------------------------------------------------
 
 
 def _mean_channels(k: Tensor, params: AttentionParams) -> int:
     """Columns of ``k_mean`` for each document."""
-    if params.packs_v is None:
+    if not params.packs:
         return padded_head_dim(k.shape[-1])
     from sagebwd.kernels.cuda.packing import packed_head_dim
 
@@ -190,24 +186,38 @@ def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple
 
 
 def needed_by_backward(
-    q: Tensor, k: Tensor, v: Tensor, result: ForwardResult, params: AttentionParams
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """q, k, v as the backward needs them beside ``result``: None for what that packed.
+    """q, k, v as the backward needs them beside the forward's result: None for what that packed.
 
     If Q and K are packed, 4 bytes per element are saved instead of 6, 2 of them V itself. A dK in 16 bit
     reads Q itself, a dQ in 16 bit K: 2 bytes more each.
     """
-    if result.packed_q.numel() and params.config.is_int8("dk"):
-        q = None
-    if result.packed_kv.numel():
-        k, v = None if params.config.is_int8("dq") else k, None if params.packs_v else v
-    return q, k, v
+    if not (params.pack_for_backward and params.packs):
+        return q, k, v
+    config = params.config
+    q, k = None if config.is_int8("dk") else q, None if config.is_int8("dq") else k
+    return q, k, None if params.packs_v else v
 
 
 def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """``ForwardResult.k_mean`` alone."""
     with _on_device_of(k):
         return kernel_set(params.kernels).token_mean(k, params)
+
+
+def load_ahead(q: Tensor, params: AttentionParams) -> None:
+    """Begin to compile the kernels of a forward and its backward for the GPU, dtype and head size of q.
+
+    Triton compiles its kernels when they are launched.
+    """
+    if not params.packs:
+        return
+    from sagebwd.kernels.cuda import plan
+
+    has_documents = params.cu_seqlens is not None
+    with _on_device_of(q):
+        plan.load_ahead(q.device, q.dtype, q.shape[-1], params.with_documents(None, None), has_documents)
 
 
 # --- Autograd ----------------------------------------------------------------------------------------------
@@ -219,14 +229,15 @@ def _save_for_backward(
     k: Tensor,
     v: Tensor,
     params: AttentionParams,
-    result: ForwardResult,
+    result: ForwardResult | KeptResult,
     *others: Tensor | None,
 ) -> None:
     """``others`` are those of :meth:`_Attention.backward`."""
     ctx.kv_sizes = k.shape[1:3]
     ctx.params = params.with_documents(None, None)  # tensors are saved below
-    needed = needed_by_backward(q, k, v, result, params)
-    ctx.save_for_backward(*needed, *result, *params.boundaries, *others)
+    needed, tensors = needed_by_backward(q, k, v, params), result.tensors
+    ctx.restored, ctx.count = result.restored, len(tensors)
+    ctx.save_for_backward(*needed, *params.boundaries, *tensors, *others)
     ctx.set_materialize_grads(False)
 
 
@@ -241,16 +252,16 @@ class _Saved(NamedTuple):
 
     needed: tuple[Tensor | None, ...]
     kv_sizes: tuple[int, int]
-    result: ForwardResult
+    result: ForwardResult | KeptResult
     params: AttentionParams
-    others: tuple[Tensor | None, ...]
+    others: Sequence[Tensor | None]
 
     @classmethod
     def of(cls, ctx: Any) -> _Saved:
-        (q, k, v, *result), n = ctx.saved_tensors, len(ForwardResult._fields)
-        cu_seqlens, cu_seqlens_kv, *others = result[n:]
+        q, k, v, cu_seqlens, cu_seqlens_kv, *rest = ctx.saved_tensors
         params = ctx.params.with_documents(cu_seqlens, cu_seqlens_kv)
-        return cls((q, k, v), ctx.kv_sizes, ForwardResult(*result[:n]), params, tuple(others))
+        result = ctx.restored(*rest[: ctx.count])
+        return cls((q, k, v), ctx.kv_sizes, result, params, rest[ctx.count :])
 
     def gradients(
         self, grad_out: Tensor | None, grad_lse: Tensor | None = None
@@ -258,11 +269,12 @@ class _Saved(NamedTuple):
         """dq, dk, dv; with create_graph the operator refuses to give more."""
         needed, kv_sizes, result, params, _ = self
         grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
-        if not torch.is_grad_enabled() and not _is_watched(grad_out, *needed, *result, *params.boundaries):
-            window = params.window.narrowed(result.out.shape[2], kv_sizes[1])
-            params = params._replace(window=window)
-            qkv = _with_stand_ins(*needed, *kv_sizes, result.out)
-            return _run_backward(grad_out, qkv, result, params, grad_lse)
+        tensors = (grad_out, *needed, *result.tensors, *params.boundaries)
+        if not torch.is_grad_enabled() and not _is_watched(*tensors):
+            if isinstance(result, ForwardResult):  # of an operator, or of kernels that do not pack
+                params = params._replace(window=params.window.narrowed(result.out.shape[2], kv_sizes[1]))
+                needed = _with_stand_ins(*needed, *kv_sizes, result.out)
+            return _run_backward(grad_out, needed, result, params, grad_lse)
         return ops.backward.default(grad_out, *needed, *kv_sizes, *result, *params.flatten(), grad_lse)
 
 
@@ -305,8 +317,8 @@ torch.library.register_autograd(
     add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
-when_imported("torch.utils.flop_counter", lambda: _module("flops").register())
-when_imported("torch.distributed.tensor", lambda: _module("sharding").register())
+when_imported("torch.utils.flop_counter", lambda: import_module(".flops", __package__).register())
+when_imported("torch.distributed.tensor", lambda: import_module(".sharding", __package__).register())
 
 
 #: Tensors that stand for themselves.
@@ -360,12 +372,12 @@ class _Attention(torch.autograd.Function):
 
 def _forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, params: AttentionParams, with_lse: bool
-) -> tuple[ForwardResult, Tensor | None]:
+) -> tuple[ForwardResult | KeptResult, Tensor | None]:
     """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
     if _is_watched(q, k, v, *params.boundaries):
         result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
     else:
-        result = _run_forward(q, k, v, params)
+        result = _run_forward(q, k, v, params, **({"together": True} if params.packs else {}))
     if sinks is None and not with_lse:
         return result, None
     lse = natural_lse(q, result.lse, result.k_mean, params)

@@ -6,13 +6,14 @@ On a GPU SageBwd is measured beside PyTorch's cuDNN and FlashAttention-2, in tur
 calls are enqueued without waiting, few enough that the GPU's queue does not fill. Without a GPU the Hopper
 kernels' host code runs with a driver that returns at once.
 
+The first call compiles what $SAGEBWD_CACHE_DIR does not hold: with an empty folder, all its kernels.
+
 Parts are of the first preset at the first shape, and exclude each other. They are measured by themselves,
 with clocks around the functions of each part, and scaled to the whole; the engine's is what is left.
 """
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from argparse import ArgumentTypeError, Namespace
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from threading import local
 from typing import Any
 from unittest.mock import patch
@@ -59,7 +61,7 @@ PARTS = {
         "sagebwd.kernels.ops._save_for_backward",
         "sagebwd.kernels.ops._run_forward",
     ),
-    "looking up the plan": ("sagebwd.kernels.cuda.plan.run",),
+    "looking up the plan": ("sagebwd.kernels.cuda.plan.prepared",),
     "allocations": ("torch.empty", "torch.empty_strided"),
     "addresses": ("sagebwd.kernels.cuda.plan.Plan.run",),
     "launches": ("sagebwd.kernels.cuda.launch.Kernel.start",),
@@ -72,17 +74,20 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parse_arguments(argv)
     device = torch.device(arguments.device)
     with nullcontext() if device.type == "cuda" else stand_in_driver():
-        rows = [row for shape in arguments.shapes for row in measure(shape, device, arguments)]
         inputs = draw(arguments.shapes[0], device)
         call = sagebwd_call(arguments.presets[0])
+        first = dict(zip(("forward", "backward"), both(call, inputs), strict=True))
+        rows = [row for shape in arguments.shapes for row in measure(shape, device, arguments)]
         parts = measure_parts(lambda: both(call, inputs), arguments, device)
-    result = describe_run(PROGRAM, argv, arguments, ()) | {"values": "µs", "rows": rows, "parts": parts}
+    result = describe_run(PROGRAM, argv, arguments, ()) | {"values": "µs"}
+    result |= {"first call": first, "rows": rows, "parts": parts}
     header = ["batch, heads, tokens, head size", "attention", "forward, µs", "backward, µs", "both, µs"]
     cells = [
         [", ".join(map(str, row["shape"])), row["name"], *(f"{row[x]:.0f}" for x in PASSES)] for row in rows
     ]
     of_parts = [[name, f"{found['calls']:.0f}", f"{found['us']:.1f}"] for name, found in parts.items()]
     print("\n".join([*align(header, cells), "", *align(["part", "calls", "µs"], of_parts)]))
+    print("\nfirst call, s:", *(f"{name} {us / 1e6:.2f}" for name, us in first.items()))
     path = with_ending(arguments.out, ".json")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, result)
@@ -183,11 +188,13 @@ def wait(device: torch.device) -> None:
 def stand_in_driver() -> Iterator[None]:
     """CPU tensors run the Hopper kernels' host code; nothing is computed."""
     driver = launch.Driver(lambda *_: (0,), lambda device: 0, lambda device: None)
-    load = lambda sources, source, name, *_: launch.Kernel(name, None, 0, 0, driver)  # noqa: E731
+
+    def start_loading(sources: Any, source: str, name: str, *_: Any, **__: Any) -> launch.Loader:
+        return lambda: launch.Kernel(name, None, 0, 0, driver)
+
     with ExitStack() as stack:
         for module, name, value in (
-            (launch, "_load", load),
-            (torch.cuda, "current_device", lambda: 0),
+            (launch, "start_loading", start_loading),
             (dispatch, "_choose_once", lambda *_: "hopper"),
             (hopper, "_multiprocessors", lambda device: 132),
             (tensor_map, "_encode", lambda *_: bytes(128)),
@@ -230,9 +237,7 @@ def measure_parts(run: Callable[[], Any], arguments: Namespace, device: torch.de
     with ExitStack() as stack:
         for part, names in PARTS.items():
             for name in names:
-                owner, attribute = resolve(name)
-                wrapped = timed(part, getattr(owner, attribute))
-                stack.enter_context(patch.object(owner, attribute, wrapped))
+                stack.enter_context(patch(name, timed(part, resolve_name(name))))
         plan.plan_of.cache_clear()  # they hold functions without clocks
         run()
         spent.clear()
@@ -247,16 +252,6 @@ def measure_parts(run: Callable[[], Any], arguments: Namespace, device: torch.de
     parts = {x: {"us": scale * spent[x] / count, "calls": calls[x] / count} for x in PARTS}
     parts[REST] = {"us": whole - sum(x["us"] for x in parts.values()), "calls": 1}
     return parts | {"whole": {"us": whole, "calls": 1}}
-
-
-def resolve(name: str) -> tuple[Any, str]:
-    """The module or class that holds a function, and its name there."""
-    path, attribute = name.rsplit(".", 1)
-    try:
-        return importlib.import_module(path), attribute
-    except ModuleNotFoundError:
-        module, owner = path.rsplit(".", 1)
-        return getattr(importlib.import_module(module), owner), attribute
 
 
 if __name__ == "__main__":

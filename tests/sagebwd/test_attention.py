@@ -116,6 +116,14 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
 X = torch.ones(2, 4, 8, 16)
 
 
+def test_a_scale_of_minus_zero_is_zero(draw):
+    """To the bits: calls that look the same share what is known of them, and these do."""
+    inputs = draw(9, head_dim=16, dtype=torch.float32)
+    found, wanted = (gradients(sage_attention, *inputs, scale=scale) for scale in (-0.0, 0.0))
+    for x, y in zip(found, wanted, strict=True):
+        assert torch.equal(x.view(torch.int32), y.view(torch.int32))
+
+
 def test_a_tensor_is_taken_for_its_number_as_scale():
     """Without a gradient it is one; to refuse it would break calls that work."""
     scale = torch.full((1,), 0.25, requires_grad=True)

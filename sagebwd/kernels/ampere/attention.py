@@ -87,7 +87,7 @@ def _launch(
     config, head_dim = params.config, packed_head_dim(q.shape[3])
     tile, token_scales = config.tile(q.shape[3]), config.operand_scales == "token"
     cta = cta_shape(name, head_dim, tile, p_16bit=p_16bit, token_scales=token_scales)
-    kernel = launch.load_attention_kernel(
+    kernel = launch.start_loading_attention(
         sources_for(_architecture(q.device)), name, q, params,
         head_dim=head_dim, threads=cta.threads, shared_bytes=cta.shared_bytes,
         TOKEN_SCALES=token_scales, P_16BIT=p_16bit, TILE_Q=tile[0], TILE_KV=tile[1],

@@ -14,8 +14,10 @@ import shlex
 import shutil
 import stat
 import tempfile
+import threading
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,37 @@ def _run_nvrtc(path: Path, arguments: list[str]) -> tuple[str, bytes, str]:
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return error.name if error else "", bytes(cubin), log.rstrip(b"\0").decode(errors="replace")
+
+
+_cubins: dict[tuple[Any, ...], Future[bytes]] = {}
+_cubins_lock = threading.Lock()
+#: One for each compiler that may run at a time.
+_cores = threading.Semaphore(os.cpu_count() or 1)
+
+
+def start_compiling(sources: Sources, source: str, defines: Defines) -> Future[bytes]:
+    """The CUBIN of :func:`load_or_compile`, made once, in a thread. What failed is tried again.
+
+    NVRTC does not hold Python's lock, and compiles several sources at a time.
+    """
+    key = (sources, source, *_macros(defines))
+    with _cubins_lock:
+        future = _cubins.get(key)
+        if future is None or (future.done() and future.exception()):
+            future = Future()
+            threading.Thread(target=_compile_into, args=(future, sources, source, defines)).start()
+            _cubins[key] = future
+    return future
+
+
+def _compile_into(future: Future[bytes], *arguments: Any) -> None:
+    with _cores:
+        try:
+            if not threading.main_thread().is_alive():  # the process waits for this thread to end
+                raise RuntimeError("kernels are not compiled any more: the process ends")
+            future.set_result(load_or_compile(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
 
 
 def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:

@@ -1,20 +1,19 @@
-"""Loads compiled kernels, which plans launch.
+"""Compiles and loads kernels, which plans launch.
 
-dq = load_kernel(SOURCES, "dq", "dq_kernel", shared_bytes, HEAD_DIM=128, IS_CAUSAL=1, IS_BF16=True)
+dq = start_loading(SOURCES, "dq", "dq_kernel", shared_bytes, HEAD_DIM=128, IS_CAUSAL=1, IS_BF16=True)
 plan.launch(dq, grid, threads, packed_q, CTokenTensor.of(grad), CSegments.of(None), n, scale)
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from sagebwd.interface import AttentionParams
-from sagebwd.kernels.cuda.compile import Defines, Sources, checked, load_or_compile
+from sagebwd.kernels.cuda.compile import Defines, Sources, checked, start_compiling
 from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.window import CAUSAL
 
@@ -108,14 +107,15 @@ class Kernel:
             raise RuntimeError(f"{self.name} was not launched: {error.name}")
 
 
-_kernels: dict[tuple[Any, ...], Kernel] = {}
-_kernels_lock = threading.Lock()
+#: Waits until a kernel is compiled, loads it at the first call, and returns it.
+Loader = Callable[[], Kernel]
 
 
-def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **defines: int) -> Kernel:
-    """The kernel ``name`` of ``source``.cu on the current device; compiled and loaded at the first call.
+def start_loading(sources: Sources, source: str, name: str, shared_bytes: int, **defines: int) -> Loader:
+    """Begin to compile the kernel ``name`` of ``source``.cu, to be loaded on the current device.
 
-    Do not make that first call while a CUDA graph is captured.
+    Do not call the loader for the first time while a CUDA graph is captured. It raises RuntimeError if the
+    kernel does not compile or load.
 
     Args:
         sources: where to find ``source``.cu, and what to compile it for.
@@ -123,24 +123,22 @@ def load_kernel(sources: Sources, source: str, name: str, shared_bytes: int, **d
         name: of an ``extern "C"`` function in it.
         shared_bytes: dynamic shared memory of each CTA.
         defines: macros; True defines one without a value, False none.
-
-    Raises:
-        RuntimeError: it does not compile or load.
     """
-    device = torch.cuda.current_device()
     # 1 and True define the same, but 0 and False do not, though they are equal: a key has no False.
     macros = tuple(macro for macro in defines.items() if macro[1] is not False)
-    key = (sources, source, name, shared_bytes, device, macros)
-    found = _kernels.get(key)
-    if found is None:
-        with _kernels_lock:
-            found = _kernels.get(key)
-            if found is None:
-                found = _kernels[key] = _load(sources, source, name, shared_bytes, device, defines)
-    return found
+    return _loader(sources, source, name, shared_bytes, torch.cuda.current_device(), macros)
 
 
-def load_attention_kernel(
+@functools.cache
+def _loader(
+    sources: Sources, source: str, name: str, shared_bytes: int, device: int, macros: tuple[Any, ...]
+) -> Loader:
+    defines = dict(macros)
+    start_compiling(sources, source, defines)
+    return functools.cache(lambda: _load(sources, source, name, shared_bytes, device, defines))
+
+
+def start_loading_attention(
     sources: Sources,
     name: str,
     q: Operand,
@@ -150,14 +148,14 @@ def load_attention_kernel(
     threads: int,
     shared_bytes: int,
     **defines: int,
-) -> Kernel:
-    """The kernel of the source ``name`` for attention with q, by :func:`load_kernel`.
+) -> Loader:
+    """The kernel of the source ``name`` for attention with q, by :func:`start_loading`.
 
     Args:
         head_dim: as padded.
         threads, shared_bytes: of a CTA; the source does not compile if it has others.
     """
-    return load_kernel(
+    return start_loading(
         sources,
         name,
         f"{name}_kernel",
@@ -175,8 +173,8 @@ def load_attention_kernel(
 def _load(
     sources: Sources, source: str, name: str, shared_bytes: int, device: int, defines: Defines
 ) -> Kernel:
-    """Compile if need be, and load on a device, whose context becomes this thread's current one."""
-    cubin = load_or_compile(sources, source, defines)
+    """Wait for the compiler, and load on a device, whose context becomes this thread's current one."""
+    cubin = start_compiling(sources, source, defines).result()
     launcher = _driver()
     try:
         launcher.make_current(device)

@@ -271,7 +271,7 @@ class Packer:
     ) -> None:
         """Launch a kernel of packing.cu on ``grid`` CTAs of ``tokens`` tokens each."""
         head_dim = packed_head_dim(like.shape[3])
-        kernel = launch.load_kernel(
+        kernel = launch.start_loading(
             self._sources,
             "packing",
             f"{name}_kernel",

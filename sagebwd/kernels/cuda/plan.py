@@ -8,10 +8,11 @@ arguments that are packed already, and launches.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
@@ -19,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.interface import AttentionParams, ForwardResult
+from sagebwd.interface import AttentionParams, ForwardResult, kernel_set
 
-#: How many plans are remembered: models and batches have many shapes. A plan takes about 20 KB.
+#: How many plans are remembered: models and batches have many shapes. A plan takes about 15 KB.
 PLANS = 2048
 #: An address in a plan: the place of a tensor, counted from 1, and below it an offset in bytes.
 OFFSET_BITS = 48
@@ -77,6 +78,13 @@ class Operand:
         shape = (shape,) if isinstance(shape, int) else shape
         return Operand(self.plan, shape, dtype=dtype or self.dtype)
 
+    def part(self, offset: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Operand:
+        """A tensor in the memory of this one, ``offset`` bytes behind its begin."""
+        part = copy.copy(self)
+        part.shape, part._strides, part.dtype = tuple(shape), tuple(strides), dtype
+        part._misalignment += offset
+        return part
+
     def new_result(self) -> Operand:
         """Laid out as this tensor, as ``empty_like`` does; (B, N, H, D) in memory if it is a stand-in."""
         if self._strides[3] == 0:
@@ -121,86 +129,90 @@ class Plan:
         self.calls: list[tuple[Callable[..., Any], Operand, list[Operand]]] = []
         self.copies: list[tuple[Operand, Operand]] = []
         self._launches: list[_Launch] = []
+        self._values = bytearray()  # of all arguments
+        # Operand, offset in it, position among these, type, and launch of each of its addresses.
+        self._addresses: list[tuple[Operand, int, int, type, int]] = []
         self._pool: list[_Frame] = []  # list.pop and append are atomic
 
-    def launch(self, kernel: Any, grid: int, threads: int, *arguments: Any) -> None:
+    def launch(self, load: Callable[[], Any], grid: int, threads: int, *arguments: Any) -> None:
         """Launch ``grid`` CTAs of ``threads``; nothing if ``grid`` is 0.
 
         Tensors and None are passed as pointers, int as 32-bit int, float as fp32, structures by value.
 
+        Args:
+            load: gives the kernel, see :func:`sagebwd.kernels.cuda.launch.start_loading`. Called when the
+                plan runs for the first time: until then, all that it launches is compiled in threads.
+
         Raises:
-            TypeError: an argument has another type, or another size than the kernel's parameter.
+            TypeError: an argument has another type.
         """
         if grid == 0:
             return
-        packed = [_pack(x) for x in arguments]
-        sizes = [len(x) for x in packed]
-        if kernel.parameters not in (None, sizes):
-            raise TypeError(
-                f"{kernel.name} has parameters of {kernel.parameters} bytes, the arguments {sizes}"
-            )
-        padded = [x + bytes(-len(x) % 8) for x in packed]
-        offsets = [0, *accumulate(map(len, padded))][: len(padded)]
-        addresses = [
-            (offset + inner, kind)
-            for offset, x in zip(offsets, arguments, strict=True)
-            for inner, kind in _addresses_in(type(x))
-        ]
-        self._launches.append(_Launch(kernel, grid, threads, b"".join(padded), offsets, addresses))
+        layout = _layout_of(tuple(map(type, arguments)))
+        values = layout.struct.pack(*map(_value, arguments))
+        words, begin = memoryview(values).cast("Q"), len(self._values)
+        for position, kind in layout.addresses:
+            address = words[position // 8]
+            if address >> OFFSET_BITS:  # otherwise null, or an address already
+                x = self.operands[(address >> OFFSET_BITS) - 1]
+                found = (x, address - x.data_ptr(), begin + position, kind, len(self._launches))
+                self._addresses.append(found)
+        self._launches.append(_Launch(load, grid, threads, begin, layout))
+        self._values += values
 
-    def finish(self, inputs: int, results: Sequence[Operand]) -> None:
+    def finish(self, inputs: int, results: Sequence[Operand], *, together: bool = False) -> None:
         """Lay out the memory; nothing can be added afterwards.
 
         Args:
             inputs: how many of the operands, the first, a call gives.
             results: what it returns.
+            together: whether what it returns is what :class:`KeptResult` takes.
         """
+        kept = [x for x in results[1:] if together and not x.is_tensor]
         for x in results:
-            x.is_tensor = True
-        found = self._find_addresses()
+            x.is_tensor = x not in kept
         computed = [x for _, _, several in self.calls for x in several]
         own = [x for x in self.operands[inputs:] if x not in computed]
         tensors = [x for x in own if x.is_tensor]
         launches_of: dict[Operand, list[int]] = {}
-        for x, _, _, _, launch in found:
+        for x, _, _, _, launch in self._addresses:
             launches_of.setdefault(x, []).append(launch)
-        scratch = [x for x in own if x in launches_of and not x.is_tensor]
+        scratch = [x for x in own if x in launches_of and not x.is_tensor and x not in kept]
         parts, self._scratch = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
         # Where :meth:`run` has the memory of an operand: in which tensor, and from which byte on.
         whole = [*self.operands[:inputs], *computed, *tensors]
         places = {x: (i, 0) for i, x in enumerate(whole)}
         places |= {x: (len(whole), part) for x, part in zip(scratch, parts, strict=True)}
+        ends = [0, *accumulate(x.size + -x.size % ALIGNMENT for x in kept)]
+        places |= {x: (len(whole) + 1, begin) for x, begin in zip(kept, ends, strict=False)}
+        self._kept = ends[-1] if together else None
         self._tensors = [(x.shape, x.stride(), x.dtype, x.fill) for x in tensors]
         self._calls = [(function, places[x][0]) for function, x, _ in self.calls]
         self._copies = [(places[x][0], places[y][0]) for x, y in self.copies]
-        self._results = [places[x][0] for x in results]
-        self._values = b"".join(x.values for x in self._launches)
+        self._results = [places[x][0] for x in results if x not in kept]
+        if together:
+            self._results.append(len(whole) + 1)
+            found = [(self._results.index(places[x][0]), places[x][1]) for x in results]
+            #: Of each result: which returned tensor has it, from which byte on; its shape, strides and dtype.
+            self.fields = [
+                (*place, x.shape, x.stride(), x.dtype) for place, x in zip(found, results, strict=True)
+            ]
+            self.input_shapes = [x.shape for x in self.operands[:inputs]]
         self._pointers, self._described = [], []
-        for x, offset, position, kind, _ in found:
+        for x, offset, position, kind, _ in self._addresses:
             place, part = places[x]
             if kind is ctypes.c_void_p:
                 self._pointers.append((position // 8, place, offset + part))
             else:
                 self._described.append((position, place, offset + part, kind.describe(x)))
-        del self.operands, self.calls, self.copies  # what is kept is above
-
-    def _find_addresses(self) -> list[tuple[Operand, int, int, type, int]]:
-        """Operand, offset in it, position among all arguments, type, and launch of each of its addresses."""
-        found, begin = [], 0
-        for i, launch in enumerate(self._launches):
-            for position, kind in launch.addresses:
-                address = int.from_bytes(launch.values[position : position + 8], "little")
-                if address >> OFFSET_BITS:  # otherwise null, or an address already
-                    x = self.operands[(address >> OFFSET_BITS) - 1]
-                    found.append((x, address - x.data_ptr(), begin + position, kind, i))
-            begin += len(launch.values)
-        return found
+        del self.operands, self.calls, self.copies, self._addresses  # what is kept is above
 
     def run(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         """The results for these inputs, on torch's current stream. Does not synchronize.
 
         Raises:
-            RuntimeError: CUDA refuses a launch; with the name of its error.
+            RuntimeError: a kernel does not compile, or CUDA refuses a launch; with the name of its error.
+            TypeError: a kernel has parameters of other sizes than its arguments.
         """
         tensors = [*tensors]
         for function, source in self._calls:
@@ -210,6 +222,8 @@ class Plan:
             tensors.append(x if fill is None else x.fill_(fill))
         # Freed when this returns: what this stream runs next may take it.
         tensors.append(torch.empty(self._scratch, dtype=torch.uint8, device=self.device))
+        if self._kept is not None:
+            tensors.append(torch.empty(self._kept, dtype=torch.uint8, device=self.device))
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         try:
             frame = self._pool.pop()
@@ -232,12 +246,53 @@ class Plan:
 # --- Functions of operands as functions of tensors ---------------------------------------------------------
 
 
+class KeptResult:
+    """A :class:`ForwardResult` most of whose tensors lie in one, of which views are made when asked for.
+
+    To allocate, save and free a tensor takes the host longer than a launch.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], plan: Plan) -> None:
+        self.tensors, self.plan = tuple(tensors), plan
+
+    def restored(self, *tensors: Tensor) -> KeptResult:
+        """From :attr:`tensors`, after they were saved."""
+        return KeptResult(tensors, self.plan)
+
+    @property
+    def out(self) -> Tensor:
+        return self.tensors[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index, offset, shape, strides, dtype in self.plan.fields:
+            x = self.tensors[index]
+            if x.dtype != dtype or x.shape != shape:
+                x = x[offset : offset + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
+            yield x
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(ForwardResult(*self), name)
+
+
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
-    """``forward`` of a kernel set, from the same function of operands."""
+    """``forward`` of a kernel set, from the same function of operands.
+
+    If there will be a backward, its kernels are compiled while the forward runs.
+    """
+
+    def write_and_load_ahead(q: Operand, k: Operand, v: Operand, params: AttentionParams) -> ForwardResult:
+        if params.pack_for_backward:
+            has_documents = params.cu_seqlens is not None
+            load_ahead(q.device, q.dtype, q.shape[3], params.with_documents(None, None), has_documents)
+        return write(q, k, v, params)
 
     @functools.wraps(write)
-    def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
-        return ForwardResult(*run(write, params, (q, k, v)))
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
+    ) -> ForwardResult | KeptResult:
+        plan, tensors = prepared(write_and_load_ahead, params, (q, k, v), together=together)
+        results = plan.run(tensors)
+        return KeptResult(results, plan) if together else ForwardResult(*results)
 
     return forward
 
@@ -249,17 +304,30 @@ def planned_backward(write: Callable[..., Sequence[Operand]]) -> Callable[..., t
         grad_out, q, k, v, grad_lse, *saved, params = operands
         return write(grad_out, q, k, v, ForwardResult(*saved), params, grad_lse)
 
+    def write_kept(*operands: Any, forward: Plan) -> Sequence[Operand]:
+        grad_out, *qkv, grad_lse = operands[:5]
+        saved = [operands[5 + index].part(*place) for index, *place in forward.fields]
+        for i, shape in enumerate(forward.input_shapes[:3]):
+            if qkv[i] is None:  # it was packed: of dQ's layout, or of none
+                qkv[i] = saved[0] if i == 0 else grad_out.part(0, shape, (0,) * 4, grad_out.dtype)
+        return write(grad_out, *qkv, ForwardResult(*saved), operands[-1], grad_lse)
+
     @functools.wraps(write)
     def backward(
         grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        saved: ForwardResult,
+        q: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
+        saved: ForwardResult | KeptResult,
         params: AttentionParams,
         grad_lse: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        return tuple(run(write_flat, params, (grad_out, q, k, v, grad_lse, *saved)))
+        tensors = (grad_out, q, k, v, grad_lse, *saved.tensors)
+        if isinstance(saved, KeptResult):
+            plan, tensors = prepared(write_kept, params, tensors, forward=saved.plan)
+        else:
+            plan, tensors = prepared(write_flat, params, tensors)
+        return tuple(plan.run(tensors))
 
     return backward
 
@@ -273,6 +341,24 @@ def planned_mean(write: Callable[..., Operand]) -> Callable[..., Tensor]:
     return functools.wraps(write)(lambda k, params: run(write_list, params, (k,))[0])
 
 
+@functools.lru_cache(PLANS)
+def load_ahead(
+    device: torch.device, dtype: torch.dtype, head_dim: int, params: AttentionParams, has_documents: bool
+) -> None:
+    """Begin to compile the kernels of a forward and its backward: of any size, for the current device.
+
+    Args:
+        params: without boundaries; ``has_documents`` tells whether there will be any.
+    """
+    kernels, plan = kernel_set(params.kernels), Plan(device)
+    q = Operand(plan, (1, 1, 1, head_dim), dtype=dtype)
+    if has_documents:
+        params = params.with_documents(Operand(plan, (2,), dtype=torch.int32), None)
+    # What the decorators above wrap: functions of operands.
+    saved = kernels.forward.__wrapped__(q, q, q, params)
+    kernels.backward.__wrapped__(saved.out, q, q, q, saved, params, None)
+
+
 def run(
     write: Callable[..., Sequence[Operand]], params: AttentionParams, tensors: Sequence[Tensor | None]
 ) -> list[Tensor]:
@@ -280,10 +366,20 @@ def run(
 
     ``write`` is called once for each signature. It may look at nothing but its arguments.
     """
-    tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
-    known = [None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors]
-    plan = plan_of(write, params.with_documents(None, None), tensors[0].device, tuple(known))
+    plan, tensors = prepared(write, params, tensors)
     return plan.run(tensors)
+
+
+def prepared(
+    write: Callable[..., Sequence[Operand]],
+    params: AttentionParams,
+    tensors: Sequence[Tensor | None],
+    **options: Any,
+) -> tuple[Plan, Sequence[Tensor | None]]:
+    """The plan of :func:`run`, and what to run it with. Options are those of :func:`plan_of`."""
+    tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
+    known = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+    return plan_of(write, params.with_documents(None, None), tensors[0].device, known, **options), tensors
 
 
 @functools.lru_cache(PLANS)
@@ -292,12 +388,21 @@ def plan_of(
     params: AttentionParams,
     device: torch.device,
     signature: tuple[tuple[Any, ...] | None, ...],
+    *,
+    together: bool = False,
+    **named: Plan,
 ) -> Plan:
-    """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None."""
+    """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None.
+
+    Args:
+        together: as of :meth:`Plan.finish`.
+        named: for ``write``.
+    """
     plan = Plan(device)
     inputs = [Operand(plan, *(known or ((),))) for known in signature]
     *given, cu_seqlens, cu_seqlens_kv = (known and x for known, x in zip(signature, inputs, strict=True))
-    plan.finish(len(inputs), write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv)))
+    made = write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv), **named)
+    plan.finish(len(inputs), made, together=together)
     return plan
 
 
@@ -344,49 +449,86 @@ def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
 # --- Arguments ---------------------------------------------------------------------------------------------
 
 
-class _Launch(NamedTuple):
-    """A launch, with its arguments one after another, each from a multiple of 8 bytes on.
+class _Layout(NamedTuple):
+    """How arguments of some types lie one after another, each from a multiple of 8 bytes on.
 
-    offsets: of the arguments. addresses: offset and type of what is an address, or is made of one.
+    struct: packs them.
+    sizes, offsets: of the arguments, in bytes.
+    addresses: position and type of what is an address, or is made of one.
     """
 
-    kernel: Any
-    grid: int
-    threads: int
-    values: bytes
+    struct: struct.Struct
+    sizes: list[int]
     offsets: list[int]
     addresses: list[tuple[int, type]]
 
 
+class _Launch(NamedTuple):
+    """begin: position of its arguments among those of all launches."""
+
+    load: Callable[[], Any]
+    grid: int
+    threads: int
+    begin: int
+    layout: _Layout
+
+
 class _Frame:
-    """Memory for the arguments of all launches, and the arrays of pointers to them that the driver reads."""
+    """Memory for the arguments of all launches, and the arrays of pointers to them that the driver reads.
+
+    To make one waits for the kernels.
+    """
 
     def __init__(self, values: bytes, launches: Sequence[_Launch]) -> None:
         self.values = bytearray(values or bytes(8))
         self.words = memoryview(self.values).cast("Q")
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.values))
         self.launches, self._arrays = [], []
-        for kernel, grid, threads, own, offsets, _ in launches:
-            array = (ctypes.c_void_p * len(offsets))(*(base + offset for offset in offsets))
+        for load, grid, threads, begin, layout in launches:
+            kernel = load()
+            if kernel.parameters not in (None, layout.sizes):
+                has = f"{kernel.name} has parameters of {kernel.parameters} bytes"
+                raise TypeError(f"{has}, the arguments {layout.sizes}")
+            pointers = [base + begin + offset for offset in layout.offsets]
+            array = (ctypes.c_void_p * len(pointers))(*pointers)
             self._arrays.append(array)
             self.launches.append((kernel.start, grid, threads, ctypes.addressof(array)))
-            base += len(own)
 
 
-def _pack(x: Any) -> bytes:
-    """An argument as the driver takes it."""
+def _value(x: Any) -> Any:
+    """An argument as its :class:`_Layout` packs it."""
     if isinstance(x, (Tensor, Operand)):
-        return struct.pack("=Q", x.data_ptr())
+        return x.data_ptr()
     if x is None:
-        return bytes(8)
-    if isinstance(x, (int, float)):
-        return struct.pack("=i" if isinstance(x, int) else "=f", x)
-    if isinstance(x, ctypes.Structure):
-        return bytes(x)
-    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {type(x).__name__}")
+        return 0
+    return bytes(x) if isinstance(x, ctypes.Structure) else x
 
 
 @functools.cache
+def _layout_of(kinds: tuple[type, ...]) -> _Layout:
+    codes = [_code_of(kind) for kind in kinds]
+    sizes = [struct.calcsize(f"={code}") for code in codes]
+    offsets = [0, *accumulate(size + -size % 8 for size in sizes)]
+    padded = [f"{code}{-size % 8}x" for code, size in zip(codes, sizes, strict=True)]
+    addresses = [
+        (offset + inner, own)
+        for offset, kind in zip(offsets, kinds, strict=False)
+        for inner, own in _addresses_in(kind)
+    ]
+    return _Layout(struct.Struct("=" + "".join(padded)), sizes, offsets[:-1], addresses)
+
+
+def _code_of(kind: type) -> str:
+    """Of the module ``struct``."""
+    if issubclass(kind, (Tensor, Operand, type(None))):
+        return "Q"
+    if issubclass(kind, (int, float)):
+        return "i" if issubclass(kind, int) else "f"
+    if issubclass(kind, ctypes.Structure):
+        return f"{ctypes.sizeof(kind)}s"
+    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {kind.__name__}")
+
+
 def _addresses_in(kind: type) -> list[tuple[int, type]]:
     """Offset and type of the pointers, and of what is made of an address, in an argument of this type."""
     if not issubclass(kind, ctypes.Structure):

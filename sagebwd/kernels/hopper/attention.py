@@ -29,7 +29,6 @@ from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
 from sagebwd.kernels.cuda.scheduler import CAxes
-from sagebwd.kernels.hopper import packs_v
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
 from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
@@ -41,7 +40,7 @@ SOURCES = Sources("sm_90a", (Path(__file__).parent, SHARED))
 def _packer_for(x: Operand, params: AttentionParams) -> packing.Packer:
     """Packs for these settings and this head size, with packed documents or without."""
     head_dim = padded_head_dim(x.shape[3])
-    layout = packing.PackedLayout.of(params.config, head_dim, packs_16bit=packs_v(params))
+    layout = packing.PackedLayout.of(params.config, head_dim, packs_16bit=params.cu_seqlens is not None)
     step_q = STEP_Q if _has_tile_scales(params.config) else None
     return packing.Packer(SOURCES, layout, step_q=step_q, rows_in_chunks=is_large(head_dim))
 
@@ -127,7 +126,7 @@ def _launch(
     dk_16bit = defines.get("DK_16BIT", False)
     macro = shape_macro(p_16bit, dk_16bit, _has_tile_scales(config))
     cta = CTA_SHAPES[name, head_dim, macro]
-    kernel = launch.load_attention_kernel(
+    kernel = launch.start_loading_attention(
         SOURCES, name, q, params,
         head_dim=head_dim, threads=cta.threads, shared_bytes=cta.shared_bytes,
         TOKEN_SCALES=config.operand_scales == "token", P_16BIT=p_16bit,
@@ -256,7 +255,7 @@ def _launch_one_kernel(call: Backward, k_mean: Operand | None, maps: CTensorMaps
     dk_16bit = not params.config.is_int8("dk")
     _launch("backward", q, params, arguments, maps=maps, DK_16BIT=dk_16bit, **call.macros)
     # A CTA for 64 queries and 64 channels each.
-    kernel = launch.load_kernel(
+    kernel = launch.start_loading(
         SOURCES, "finish_dq", "finish_dq_kernel", 0,
         HEAD_DIM=head_dim, IS_CAUSAL=0, IS_BF16=q.dtype == torch.bfloat16,
         LAUNCH_THREADS=FINISH_DQ_THREADS, LAUNCH_BYTES=0,

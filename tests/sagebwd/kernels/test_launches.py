@@ -15,7 +15,7 @@ from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import tensor_map
 from sagebwd.window import CAUSAL
 
-PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, pack_for_backward=True)
+PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, "hopper", pack_for_backward=True)
 #: Operators that take or describe memory, and launch nothing.
 LAUNCH_NOTHING = ("empty", "view", "transpose", "detach", "expand")
 
@@ -56,11 +56,11 @@ def sample(draw):
 def test_hopper(sample, monkeypatch):
     launched = []
 
-    def load_kernel(sources, source, name, shared_bytes, **defines):
+    def start_loading(sources, source, name, shared_bytes, **defines):
         start = lambda *_: launched.append(name.removesuffix("_kernel"))  # noqa: E731
-        return SimpleNamespace(parameters=None, start=start)
+        return lambda: SimpleNamespace(parameters=None, start=start)
 
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(launch, "start_loading", start_loading)
     monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
     monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
     plan.plan_of.cache_clear()

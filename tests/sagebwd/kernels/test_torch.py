@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -128,7 +130,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
     inputs = q, k, v
     if packs:
-        inputs = ops.needed_by_backward(*inputs, ForwardResult(*saved), AttentionParams.unflatten(*settings))
+        inputs = ops.needed_by_backward(*inputs, AttentionParams.unflatten(*settings, True))
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
@@ -138,10 +140,12 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
 def test_small_heads_are_as_the_compiler_is_told(draw, boundaries, kernel_set):
     q, k, v, _ = (x.to(boundaries.device) for x in draw(70, head_dim=32, batch=1, dtype=torch.float16))
     function = operators.attention(kernel_set.name, cu_seqlens=boundaries, return_lse=True)
-    wanted = function(q, k, v)
+    wanted, wanted_lse = function(q, k, v)
     torch._dynamo.reset()
-    found = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
+    found, lse = torch.compile(function, fullgraph=True, backend="aot_eager")(q, k, v)
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    # A GPU sums q·μ in another order.
+    torch.testing.assert_close(lse, wanted_lse, rtol=2e-6, atol=2e-6)
 
 
 @reference_first
@@ -150,9 +154,9 @@ def test_the_backward_refuses_to_do_without_q_k_and_v_where_nothing_was_packed(s
     saved = operators.forward(kernel_set.name, q, k, v)
     settings = (None, None, -1, 0, 0.1, encode(SageConfig()), kernel_set.name)
     for k_or_none, v_or_none in ((None, None), (k, None), (None, v)):
-        with pytest.raises(ValueError, match="pass k and v"):
+        with pytest.raises(ValueError, match="pass q, k and v"):
             torch.ops.sagebwd.backward(grad_out, q, k_or_none, v_or_none, *k.shape[1:3], *saved, *settings)
-    with pytest.raises(ValueError, match="got no q"):
+    with pytest.raises(ValueError, match="pass q, k and v"):
         torch.ops.sagebwd.backward(grad_out, None, k, v, *k.shape[1:3], *saved, *settings)
 
 
@@ -226,6 +230,30 @@ def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compile
         assert out.requires_grad, NAMES[number + 1]
         out.backward(grad_out)
         assert torch.equal(leaf.grad, wanted), NAMES[number + 1]
+
+
+@emulated_too
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("seen", ["forward", "backward", "saved"])
+def test_the_operators_may_be_seen_in_one_direction_alone(sample, kernel_set, seen, return_lse):
+    """What one direction saved in one tensor for its own kernels, the other takes as the operator's."""
+    *qkv, grad_out = sample(40)
+    leaves = [x.requires_grad_() for x in qkv]
+    function = operators.attention(kernel_set.name, return_lse=return_lse)
+
+    def run(forward, backward):
+        with forward:
+            results = function(*leaves)
+        results = results if return_lse else (results,)
+        grads = [grad_out, torch.ones_like(results[-1])][: len(results)]
+        with backward:
+            return [results[0], *torch.autograd.grad(results, leaves, grads)]
+
+    watched = torch.autograd.profiler.profile()
+    if seen == "saved":
+        watched = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    contexts = (nullcontext(), watched) if seen == "backward" else (watched, nullcontext())
+    assert_same(run(*contexts), run(nullcontext(), nullcontext()))
 
 
 @reference_first

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sagebwd.kernels.cuda import compile as compiler
-from sagebwd.kernels.cuda import runtime
+from sagebwd.kernels.cuda import launch, plan, runtime
 from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper import tensor_map
 
 MINIMAL = """
 #include "value.cuh"
@@ -61,6 +65,37 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(compiler, "compile_source", compile_and_count)
     return done
+
+
+class Events(list):
+    """("begun", variant) when a kernel is asked for, ("loaded", variant) when a call waits for it."""
+
+    def of(self, what):
+        return {variant for kind, variant in self if kind == what}
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """CUDA kernel sets run on CPU tensors, as far as the host goes: nothing is compiled or launched.
+
+    A variant is (source, kernel, macros).
+    """
+    events = Events()
+
+    def start_loading(sources, source, name, shared_bytes, **defines):
+        variant = (source, name, frozenset(item for item in defines.items() if item[1] is not False))
+        events.append(("begun", variant))
+        kernel = SimpleNamespace(name=name, parameters=None, start=lambda *_: None)
+        return lambda: events.append(("loaded", variant)) or kernel
+
+    monkeypatch.setattr(launch, "start_loading", start_loading)
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
+    plan.plan_of.cache_clear()
+    plan.load_ahead.cache_clear()
+    yield events
+    plan.plan_of.cache_clear()
+    plan.load_ahead.cache_clear()
 
 
 @pytest.fixture

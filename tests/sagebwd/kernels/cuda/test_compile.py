@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from sagebwd.kernels.cuda import compile as compiler
 from sagebwd.kernels.cuda.compile import Sources, load_or_compile, use_private_caches
+from tests.cli import ROOT
 from tests.warm import SERVER
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
@@ -264,6 +267,75 @@ def test_a_cache_that_others_can_write_to_is_not_used(no_caches, monkeypatch, tm
     assert used != folder
     assert folder not in used.parents
     assert stat.S_IMODE(used.stat().st_mode) == 0o700
+
+
+# --- In threads --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_cubins(monkeypatch):
+    """Nothing was compiled in this process, and four compilers may run at a time."""
+    monkeypatch.setattr(compiler, "_cubins", {})
+    monkeypatch.setattr(compiler, "_cores", threading.Semaphore(4))
+
+
+@pytest.mark.usefixtures("no_cubins")
+def test_sources_compile_side_by_side_and_once(sources, monkeypatch):
+    together, done = threading.Barrier(4), []
+
+    def compile_slowly(sources, source, defines):
+        together.wait(timeout=60)
+        done.append(defines["VALUE"])
+        return str(defines).encode()
+
+    monkeypatch.setattr(compiler, "load_or_compile", compile_slowly)
+    ask = lambda value: compiler.start_compiling(sources, "minimal", {"VALUE": value}).result()  # noqa: E731
+    with ThreadPoolExecutor(12) as pool:
+        cubins = list(pool.map(ask, [0, 1, 2, 3] * 3))
+    assert cubins == [str({"VALUE": i}).encode() for i in range(4)] * 3
+    assert sorted(done) == [0, 1, 2, 3]
+    assert not [x for x in threading.enumerate() if x._target is compiler._compile_into]
+
+
+@needs_nvrtc
+@pytest.mark.usefixtures("no_cubins")
+def test_an_error_of_a_thread_is_that_of_the_compiler_and_not_kept(sources, cache):
+    with pytest.raises(RuntimeError, match=r"minimal\.cu \(.*\) does not compile.*\n.*VALUE.* is undefined"):
+        compiler.start_compiling(sources, "minimal", {"IS_FLAGGED": True}).result()
+    header = sources.folders[1] / "value.cuh"
+    header.write_text(header.read_text() + "#define VALUE 1\n")
+    assert compiler.start_compiling(sources, "minimal", {"IS_FLAGGED": True}).result()
+
+
+#: Fifty sources are compiled, two at a time, when the process forks, and when it ends.
+FORKS_AND_ENDS = """
+import multiprocessing, threading, time
+import torch
+from sagebwd import sage_attention
+from sagebwd.kernels.cuda import compile as compiler
+
+def compile_slowly(sources, source, defines):
+    print("compiles", flush=True)
+    time.sleep(0.5)
+
+compiler.load_or_compile = compile_slowly
+compiler._cores = threading.Semaphore(2)
+for i in range(50):
+    compiler.start_compiling(compiler.Sources("sm_80", ()), str(i), {})
+worker = multiprocessing.get_context("fork").Process(target=sage_attention, args=[torch.ones(2, 8)] * 3)
+worker.start()
+worker.join(timeout=60)
+print("worker", worker.exitcode, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_and_the_end_of_the_process_do_not_wait_for_all_that_was_asked_for():
+    command = [sys.executable, "-c", FORKS_AND_ENDS]
+    ended = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "worker 0" in ended.stdout
+    assert 2 <= ended.stdout.count("compiles") < 40
 
 
 # --- Without a compiler -------------------------------------------------------------------------------------

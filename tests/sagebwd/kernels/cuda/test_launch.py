@@ -5,8 +5,9 @@ from __future__ import annotations
 import ctypes
 import enum
 import struct
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
-from sagebwd.kernels.cuda.launch import Driver, Kernel, load_kernel
+from sagebwd.kernels.cuda.launch import Driver, Kernel, start_loading
 from sagebwd.kernels.cuda.plan import Plan
 from sagebwd.kernels.layout import Segments
 
@@ -27,7 +28,7 @@ SHARED_BYTES = 96 * 1024
 def start(kernel, grid, threads, *arguments):
     """Launch a kernel in a plan of its own, on tensors that have addresses."""
     plan = Plan(torch.device("cpu"))
-    plan.launch(kernel, grid, threads, *arguments)
+    plan.launch(lambda: kernel, grid, threads, *arguments)
     plan.finish(0, [])
     plan.run([])
 
@@ -134,10 +135,21 @@ def test_a_thread_without_context_gets_one(errors):
 # --- Loading -----------------------------------------------------------------------------------------------
 
 
-def test_kernels_are_loaded_once(monkeypatch):
+@pytest.fixture
+def starts(monkeypatch):
+    """The names of the sources whose compilation began; all end with the CUBIN b"CUBIN"."""
+    begun, ready = [], Future()
+    ready.set_result(b"CUBIN")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "start_compiling", lambda _, source, __: begun.append(source) or ready)
+    launch._loader.cache_clear()
+    yield begun
+    launch._loader.cache_clear()
+
+
+def test_kernels_are_loaded_once(starts, monkeypatch):
     """For each device, each set of sources and each variant."""
     loaded, ours = [], Sources("sm_90a", ())
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(launch, "_load", lambda *arguments: loaded.append(arguments) or len(loaded))
     variants = [
         {"HEAD_DIM": 64, "IS_CAUSAL": 0},
@@ -145,12 +157,25 @@ def test_kernels_are_loaded_once(monkeypatch):
         {"HEAD_DIM": 64, "IS_CAUSAL": False},
     ]
     for _ in range(2):
-        assert [load_kernel(ours, "dq", "dq_kernel", 9, **defines) for defines in variants] == [1, 2, 3]
-    assert loaded == [(ours, "dq", "dq_kernel", 9, 0, defines) for defines in variants]
+        loaders = [start_loading(ours, "dq", "dq_kernel", 9, **defines) for defines in variants]
+        assert starts == ["dq"] * 3
+        assert [load() for load in loaders] == [1, 2, 3]
+    given = [{"HEAD_DIM": 64, "IS_CAUSAL": 0}, {"HEAD_DIM": 64, "IS_CAUSAL": 1}, {"HEAD_DIM": 64}]
+    assert loaded == [(ours, "dq", "dq_kernel", 9, 0, defines) for defines in given]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert load_kernel(ours, "dq", "dq_kernel", 9, **variants[0]) == 4
+    assert start_loading(ours, "dq", "dq_kernel", 9, **variants[0])() == 4
     theirs = Sources("sm_80", ours.folders)
-    assert load_kernel(theirs, "dq", "dq_kernel", 9, **variants[0]) == 5
+    assert start_loading(theirs, "dq", "dq_kernel", 9, **variants[0])() == 5
+
+
+def test_a_kernel_that_was_not_loaded_is_tried_again(starts, monkeypatch):
+    """Another call may find the memory."""
+    answers = [RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"), "kernel"]
+    monkeypatch.setattr(launch, "_load", Mock(side_effect=answers))
+    load = start_loading(Sources("sm_90a", ()), "dq", "dq_kernel", 9)
+    with pytest.raises(RuntimeError, match="OUT_OF_MEMORY"):
+        load()
+    assert [load(), load()] == ["kernel"] * 2
 
 
 class FakeLoader:
@@ -180,11 +205,10 @@ class FakeLoader:
 
 
 @pytest.fixture
-def loads(monkeypatch):
-    """loads(driver) -> what launch._load returns with this driver; the compiler is a stand-in."""
+def loads(monkeypatch, starts):
+    """loads(driver) -> what launch._load returns with this driver."""
     bindings = pytest.importorskip("cuda.bindings", exc_type=ImportError)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-    monkeypatch.setattr(launch, "load_or_compile", lambda *_: b"CUBIN")
 
     def load(driver):
         monkeypatch.setattr(bindings, "driver", driver, raising=False)
@@ -234,7 +258,7 @@ def test_a_kernel_that_is_not_loaded_is_named(fails, loads):
 def minimal(sources, cache, architecture):
     """minimal(name, VALUE=…) -> a kernel of minimal.cu."""
     sources = Sources(architecture, sources.folders)
-    return lambda name, **defines: load_kernel(sources, "minimal", name, SHARED_BYTES, **defines)
+    return lambda name, **defines: start_loading(sources, "minimal", name, SHARED_BYTES, **defines)()
 
 
 @pytest.mark.gpu
@@ -261,9 +285,9 @@ def test_launches_on_the_current_stream_and_in_graphs(minimal):
 @pytest.mark.gpu
 def test_structures_arrive(minimal):
     x = torch.zeros(1, 1, 2, 256, device="cuda").transpose(2, 3)
-    start = torch.tensor([0, 6], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 6], dtype=torch.int32, device="cuda")
     structures = minimal("structures_kernel", VALUE=0)
-    segments = CSegments.of(Segments(start, start, start))
+    segments = CSegments.of(Segments(starts, starts, starts))
     start(structures, 1, 128, CTokenTensor.of(x.transpose(2, 3)), segments, None, 0.5)
     assert x[0, 0, :128, 0].eq(0.5 * 6 + 512).all()
     assert not x[0, 0, 128:].any()
@@ -290,4 +314,4 @@ def test_errors_of_the_driver_are_named(minimal):
 @pytest.mark.gpu
 def test_more_shared_memory_than_there_is(sources, cache, architecture):
     with pytest.raises(RuntimeError, match="store_kernel was not loaded: CUDA_ERROR_INVALID_VALUE"):
-        load_kernel(Sources(architecture, sources.folders), "minimal", "store_kernel", 2**20, VALUE=1)
+        start_loading(Sources(architecture, sources.folders), "minimal", "store_kernel", 2**20, VALUE=1)()

@@ -78,10 +78,10 @@ def packer(device, request, monkeypatch):
         return OfTensors(Packer(Sources(request.getfixturevalue("architecture"), (SHARED,)), PackedLayout()))
     folder = request.getfixturevalue("folder")
 
-    def load_kernel(sources, source, name, shared_bytes, **defines):
-        return sources_on_cpu.load(folder, source, name, shared_bytes, defines)
+    def start_loading(sources, source, name, shared_bytes, **defines):
+        return lambda: sources_on_cpu.load(folder, source, name, shared_bytes, defines)
 
-    monkeypatch.setattr(launch, "load_kernel", load_kernel)
+    monkeypatch.setattr(launch, "start_loading", start_loading)
     return OfTensors(Packer(Sources("sm_80", (SHARED,)), PackedLayout()))
 
 

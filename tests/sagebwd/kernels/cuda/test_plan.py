@@ -41,7 +41,7 @@ def recorded():
     def write(x, y, params):
         record.written += 1
         scratch, out = x.new_empty((3, 5), dtype=torch.float32), x.new_result()
-        x.plan.launch(kernel, 7, 128, CTokenTensor.of(x), y, scratch, out)
+        x.plan.launch(lambda: kernel, 7, 128, CTokenTensor.of(x), y, scratch, out)
         return [out]
 
     record.run = lambda *tensors: plan.run(write, PARAMS, tensors)
@@ -75,7 +75,7 @@ def test_threads_that_run_one_plan_do_not_mix_their_addresses(recorded):
     kernel = SimpleNamespace(name="some_kernel", parameters=None, start=start)
 
     def write(x, params):
-        x.plan.launch(kernel, 1, 32, x)
+        x.plan.launch(lambda: kernel, 1, 32, x)
         return []
 
     tensors = [torch.zeros(4) for _ in range(40)]
