@@ -155,21 +155,21 @@ def _to_hf_config(config: LlamaConfig, dtype: torch.dtype, end_of_text: int | No
 def _from_hf_config(fields: Fields) -> LlamaConfig:
     if wrong := _unsupported(fields):
         raise ValueError(f"{fields.path}: this model cannot be represented here: {'; '.join(wrong)}")
-    width, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    width, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     config = LlamaConfig(
-        vocab_size=fields.size("vocab_size"),
+        vocab_size=fields.get("vocab_size", int),
         d_model=width,
-        n_layers=fields.size("num_hidden_layers"),
+        n_layers=fields.get("num_hidden_layers", int),
         n_heads=heads,
-        n_kv_heads=fields.size("num_key_value_heads", None),
-        d_head=fields.size("head_dim", None) or width // heads,
-        d_ffn=fields.size("intermediate_size"),
-        max_context=fields.size("max_position_embeddings"),
-        rope_theta=_rope(fields).positive("rope_theta", 10000.0),
-        norm_eps=fields.positive("rms_norm_eps"),
-        qk_norm=fields.get("model_type") == "qwen3",
-        tie_embeddings=fields.flag("tie_word_embeddings", False),
-        init_std=fields.positive("initializer_range", 0.02),
+        n_kv_heads=fields.get("num_key_value_heads", int, default=None),
+        d_head=fields.get("head_dim", int, default=width // max(heads, 1)),
+        d_ffn=fields.get("intermediate_size", int),
+        max_context=fields.get("max_position_embeddings", int),
+        rope_theta=_rope(fields).get("rope_theta", int, float, default=10000.0),
+        norm_eps=fields.get("rms_norm_eps", int, float),
+        qk_norm=fields.get("model_type", str) == "qwen3",
+        tie_embeddings=fields.get("tie_word_embeddings", bool, default=False),
+        init_std=fields.get("initializer_range", int, float, default=0.02),
     )
     if wrong := problems(config):
         raise ValueError(f"{fields.path} describes a model that cannot be built: {'; '.join(wrong)}")
@@ -179,36 +179,31 @@ def _from_hf_config(fields: Fields) -> LlamaConfig:
 def _unsupported(fields: Fields) -> list[str]:
     """The fields of a config.json that ask for something that `Llama` does not compute."""
     found = []
-    model_type = fields.get("model_type", None)
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        found.append(f"model_type={_plain(model_type)}, supported are {', '.join(ARCHITECTURES)}")
+    model_type = fields.get("model_type", str, default=None)
+    if model_type not in ARCHITECTURES:
+        found.append(f"model_type={model_type}, supported are {', '.join(ARCHITECTURES)}")
     for name, supported in FIXED_FIELDS.items():
-        value = fields.get(name, supported)
+        value = fields.values.get(name, supported)
         if value != supported:
-            found.append(f"{name}={_plain(value)}, supported is {supported}")
-    layer_types = {*fields.texts("layer_types", ["full_attention"])} or {"full_attention"}
-    if layer_types != {"full_attention"}:
-        found.append(f"layer_types={', '.join(sorted(layer_types))}, supported is full_attention")
+            found.append(f"{name}={shown(value)}, supported is {shown(supported)}")
+    layer_types = fields.get("layer_types", list, default=[])
+    if any(kind != "full_attention" for kind in layer_types):
+        found.append(f"layer_types={shown(layer_types)}, supported is full_attention")
     rope = _rope(fields)
-    if rope.get("rope_type") != "default":
-        found.append(f"rope scaling of type {_plain(rope.get('rope_type'))}, supported is none")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        found.append(f"partial_rotary_factor={_plain(rope.get('partial_rotary_factor'))}, supported is 1.0")
+    if (kind := rope.get("rope_type", str)) != "default":
+        found.append(f"rope scaling of type {kind}, supported is none")
+    if (factor := rope.get("partial_rotary_factor", int, float, default=1.0)) != 1.0:
+        found.append(f"partial_rotary_factor={factor}, supported is 1.0")
     return found
-
-
-def _plain(value: object) -> str:
-    """A value as the messages above print it."""
-    return shown(value) if isinstance(value, dict | list) else str(value)
 
 
 def _rope(fields: Fields) -> Fields:
     """Rotary settings as transformers 5 groups them, from either spelling of config.json."""
-    scaling = fields.object("rope_scaling", {})
+    scaling = fields.get("rope_scaling", dict, default={})
     rope = {"rope_type": scaling.get("rope_type", scaling.get("type", "default"))}
     if "rope_theta" in fields.values:
         rope["rope_theta"] = fields.values["rope_theta"]
-    return Fields(rope | fields.object("rope_parameters", {}).values, fields.path)
+    return Fields(rope | fields.get("rope_parameters", dict, default={}), fields.path)
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:

@@ -4,7 +4,6 @@ No file here can run code or make the reader wait: only regular files of the fol
 """
 
 import json
-import math
 import stat
 from pathlib import Path
 from typing import Any
@@ -15,77 +14,39 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 AGAIN = "copy or download it again"
-LARGEST_SIZE = 2**31 - 1  # of a model's axis; more is damage, and would end in an error of the allocator
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 REQUIRED = object()
+#: Types of JSON, in words.
+KINDS = {
+    int: "a whole number",
+    float: "a fraction",
+    bool: "true or false",
+    str: "a text",
+    list: "a list",
+    dict: "an object, {…}",
+}
 
 
 class Fields:
-    """The fields of a JSON object, each read as what it must be.
+    """The fields of the JSON object in a file."""
 
-    Every method raises ValueError that names file, field, value and fix. `default` replaces a field that is
-    missing; without one the field is required.
-    """
+    def __init__(self, values: dict[str, Any], path: Path):
+        self.values, self.path = values, path
 
-    def __init__(self, values: dict[str, Any], path: Path, inside: str = ""):
-        self.values, self.path, self.inside = values, path, inside
+    def get(self, name: str, *kinds: type, default: Any = REQUIRED) -> Any:
+        """The field, of one of these types; `default` where it is missing or null.
 
-    def get(self, name: str, default: Any = REQUIRED) -> Any:
-        """The field, of any type."""
-        if name in self.values:
-            return self.values[name]
-        if default is REQUIRED:
-            raise ValueError(f"{self.path} has no field '{self.inside}{name}'; it is incomplete, {AGAIN}")
-        return default
-
-    def size(self, name: str, default: Any = REQUIRED) -> int:
-        """A whole number from 1 to LARGEST_SIZE; null where that is the default."""
-        value = self.get(name, default)
-        if value is None and default is None:
-            return value
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= LARGEST_SIZE:
-            raise self.wrong(name, f"a whole number from 1 to {LARGEST_SIZE}")
+        Raises ValueError that names file, field, value and fix.
+        """
+        value = self.values.get(name)
+        if value is None and default is not REQUIRED:
+            return default
+        if name not in self.values:
+            raise ValueError(f"{self.path} has no field '{name}'; it is incomplete, {AGAIN}")
+        if type(value) not in kinds:
+            wanted = " or ".join(KINDS[kind] for kind in kinds)
+            raise ValueError(f"{self.path}: {name} is {shown(value)}, not {wanted}; correct it, or {AGAIN}")
         return value
-
-    def positive(self, name: str, default: Any = REQUIRED) -> float:
-        """A positive finite number."""
-        value = self.get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise self.wrong(name, "a positive number")
-        try:
-            return float(value)
-        except OverflowError:
-            raise self.wrong(name, "a positive number below 1.8e308") from None
-
-    def flag(self, name: str, default: Any = REQUIRED) -> bool:
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false")
-        return value
-
-    def texts(self, name: str, default: Any = REQUIRED) -> list[str]:
-        """A list of strings; null is the default."""
-        value = self.get(name, default)
-        if value is None:
-            value = default
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise self.wrong(name, "a list of strings")
-        return value
-
-    def object(self, name: str, default: Any = REQUIRED) -> "Fields":
-        """A JSON object; null is the default."""
-        value = self.get(name, default)
-        if value is None:
-            value = default
-        if not isinstance(value, dict):
-            raise self.wrong(name, "an object, {…}")
-        return Fields(value, self.path, f"{self.inside}{name}.")
-
-    def wrong(self, name: str, wanted: str) -> ValueError:
-        value = shown(self.values.get(name))
-        return ValueError(
-            f"{self.path}: {self.inside}{name} is {value}, not {wanted}; correct it, or {AGAIN}"
-        )
 
 
 def shown(value: object) -> str:
@@ -127,7 +88,7 @@ def read_shards(folder: Path, index: str) -> dict[str, Tensor]:
     Raises ValueError for a file outside the folder.
     """
     path = folder / index
-    weight_map = read_fields(path).object("weight_map").values
+    weight_map = read_fields(path).get("weight_map", dict)
     if not weight_map:
         raise ValueError(f"{path}: weight_map is empty; {AGAIN}")
     for weight, name in weight_map.items():

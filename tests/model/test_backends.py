@@ -133,12 +133,14 @@ def test_fpa_asks_pytorch_about_causal_training(monkeypatch, is_gqa):
     assert (params.key.shape[1] < params.query.shape[1]) == is_gqa
 
 
-def test_fpa_does_without_cudnn_where_runs_must_repeat(monkeypatch):
+def test_fpa_does_without_cudnn_where_runs_must_repeat(fake_gpu, monkeypatch):
     for ask in ("can_use_cudnn_attention", "can_use_flash_attention", "can_use_efficient_attention"):
         monkeypatch.setattr(fpa, ask, lambda params: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert fpa.usable_kernels(CPU, torch.bfloat16, 64, False) == {"flash", "efficient", "math"}
+    fake_gpu((9, 0), {"flash", "math"})
+    with pytest.raises(ValueError, match=r"not deterministic, as hardware.deterministic.*sdpa=flash"):
+        build({"backend": "fpa", "sdpa": "cudnn"}, CUDA)
 
 
 def test_fpa_on_a_cpu_is_pytorchs_attention():
@@ -160,13 +162,6 @@ def test_pinned_kernel_is_the_one_that_runs(monkeypatch):
     # One key is beyond cuDNN, and its softmax is 1.
     torch.testing.assert_close(only_cudnn(q[:, :, :1], k[:, :, :1], v[:, :, :1], **CALL), v[:, :, :1])
     assert torch.backends.cuda.flash_sdp_enabled()  # PyTorch's global switches are as they were
-
-
-def test_fpa_refuses_cudnn_where_runs_must_repeat(fake_gpu, monkeypatch):
-    fake_gpu((9, 0), {"flash", "math"})
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(ValueError, match=r"not deterministic, as hardware.deterministic.*sdpa=flash"):
-        build({"backend": "fpa", "sdpa": "cudnn"}, CUDA)
 
 
 @pytest.mark.parametrize(

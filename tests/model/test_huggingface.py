@@ -135,30 +135,6 @@ def test_older_spelling_of_rope_settings_is_read(make_model, tmp_path):
     assert load(tmp_path).config.rope_theta == 777.0
 
 
-@pytest.mark.parametrize(
-    ("fields", "fragment"),
-    [
-        ({"model_type": "mistral"}, "model_type=mistral, supported are llama, qwen3"),
-        ({"attention_bias": True}, "attention_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"use_sliding_window": True}, "use_sliding_window=True"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type llama3"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "of type linear"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-    ],
-)
-def test_models_that_compute_something_else_are_refused(make_model, tmp_path, fields, fragment):
-    huggingface.save(make_model(), tmp_path)
-    edit(tmp_path, **fields)
-    with pytest.raises(ValueError, match="cannot be represented here") as caught:
-        load(tmp_path)
-    assert fragment in str(caught.value)
-
-
 def test_weights_that_do_not_fit_are_refused_by_name(make_model, tmp_path):
     huggingface.save(make_model(), tmp_path)
     edit(tmp_path, num_hidden_layers=4)
@@ -195,14 +171,10 @@ def test_incomplete_or_damaged_folders_are_refused_by_name(make_model, tmp_path)
     ("content", "fragment"),
     [
         (b"", "not valid JSON"),
-        (b'{"model_type": "llama",', "not valid JSON"),
         (b"\xff\xfe{}", "not text in UTF-8"),
         (b"[" * 100_000, "nested too deeply"),
         (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
         (b"null", "holds null, not an object"),
-        (b"[]", "holds [], not an object"),
-        (b'"llama"', 'holds "llama", not an object'),
-        (b"7", "holds 7, not an object"),
         (b"{}", "model_type=None, supported are llama, qwen3"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -214,47 +186,43 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment)
     assert fragment in str(caught.value)
 
 
-SIZE = "not a whole number from 1 to 2147483647; correct it, or copy or download it again"
-
-
 @pytest.mark.parametrize(
-    ("field", "value", "fragment"),
+    ("fields", "fragment"),
     [
-        ("vocab_size", "61", f'vocab_size is "61", {SIZE}'),
-        ("vocab_size", 61.0, f"vocab_size is 61.0, {SIZE}"),
-        ("vocab_size", None, f"vocab_size is null, {SIZE}"),
-        ("vocab_size", True, f"vocab_size is true, {SIZE}"),
-        ("vocab_size", 10**30, SIZE),
-        ("hidden_size", [24], f"hidden_size is [24], {SIZE}"),
-        ("hidden_size", -24, f"hidden_size is -24, {SIZE}"),
-        ("hidden_size", 25, "describes a model that cannot be built: model.d_model=25 is not a multiple"),
-        ("num_attention_heads", 0, f"num_attention_heads is 0, {SIZE}"),
-        ("num_key_value_heads", "two", f'num_key_value_heads is "two", {SIZE}'),
-        ("num_key_value_heads", 3, "cannot be built: model.n_kv_heads=3 does not divide model.n_heads=4"),
-        ("num_hidden_layers", {}, f"num_hidden_layers is {{}}, {SIZE}"),
-        ("head_dim", 2.5, f"head_dim is 2.5, {SIZE}"),
-        ("head_dim", 9, "cannot be built: model.d_head=9 is odd"),
-        ("intermediate_size", False, f"intermediate_size is false, {SIZE}"),
-        ("max_position_embeddings", "x" * 99, f'max_position_embeddings is "{"x" * 59}…, {SIZE}'),
-        ("rms_norm_eps", "1e-6", 'rms_norm_eps is "1e-6", not a positive number'),
-        ("rms_norm_eps", float("nan"), "rms_norm_eps is NaN, not a positive number"),
-        ("rms_norm_eps", 0, "rms_norm_eps is 0, not a positive number"),
-        ("initializer_range", float("inf"), "initializer_range is Infinity, not a positive number"),
-        ("initializer_range", 10**400, "not a positive number below 1.8e308"),
-        ("tie_word_embeddings", "false", 'tie_word_embeddings is "false", not true or false'),
-        ("model_type", ["llama"], 'model_type=["llama"], supported are llama, qwen3'),
-        ("layer_types", 3, "layer_types is 3, not a list of strings"),
-        ("layer_types", [["full_attention"]], "not a list of strings"),
-        ("rope_scaling", "linear", 'rope_scaling is "linear", not an object'),
-        ("rope_parameters", [1], "rope_parameters is [1], not an object"),
-        ("rope_parameters", {"rope_theta": "10000"}, 'rope_theta is "10000", not a positive number'),
-        ("rope_parameters", {"rope_type": None}, "rope scaling of type None"),
+        # Models that compute something else.
+        ({"model_type": "mistral"}, "model_type=mistral, supported are llama, qwen3"),
+        ({"attention_bias": True}, "attention_bias=true, supported is false"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu", supported is "silu"'),
+        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
+        ({"use_sliding_window": True}, "use_sliding_window=true"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type llama3"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "of type linear"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+        # Models that cannot be built.
+        ({"hidden_size": 25}, "cannot be built: model.d_model=25 is not a multiple"),
+        ({"num_key_value_heads": 3}, "cannot be built: model.n_kv_heads=3 does not divide model.n_heads=4"),
+        ({"head_dim": 9}, "cannot be built: model.d_head=9 is odd"),
+        ({"num_attention_heads": 0, "head_dim": None}, "cannot be built: model.n_heads=0"),
+        ({"rms_norm_eps": float("nan")}, "cannot be built: model.norm_eps=nan must be positive and finite"),
+        # Values of another kind.
+        ({"vocab_size": "61"}, 'vocab_size is "61", not a whole number; correct it, or copy or download it'),
+        ({"num_hidden_layers": True}, "num_hidden_layers is true, not a whole number"),
+        ({"max_position_embeddings": "x" * 99}, f'max_position_embeddings is "{"x" * 59}…, not a whole numb'),
+        ({"initializer_range": [0.1]}, "initializer_range is [0.1], not a whole number or a fraction"),
+        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", not true or false'),
+        ({"model_type": ["llama"]}, 'model_type is ["llama"], not a text'),
+        ({"layer_types": [["full_attention"]]}, "supported is full_attention"),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear", not an object'),
+        ({"rope_parameters": {"rope_theta": "10000"}}, 'rope_theta is "10000", not a whole number'),
     ],
-    ids=lambda value: repr(value)[:30],
+    ids=lambda value: repr(value)[:40],
 )
-def test_fields_of_another_kind_are_refused_by_name(make_model, tmp_path, field, value, fragment):
+def test_what_is_no_llama_is_refused_by_the_name_of_the_field(make_model, tmp_path, fields, fragment):
     huggingface.save(make_model(), tmp_path)
-    edit(tmp_path, **{field: value})
+    edit(tmp_path, **fields)
     with pytest.raises(ValueError, match=r"config\.json") as caught:
         load(tmp_path)
     assert fragment in str(caught.value)
@@ -269,10 +237,8 @@ def test_fields_of_another_kind_are_refused_by_name(make_model, tmp_path, field,
         ({"weight_map": ["model.safetensors"]}, "not an object"),
         ({"weight_map": {}}, "weight_map is empty"),
         ({"weight_map": {"w": 3}}, "weight_map.w is 3, not the name of a .safetensors file in that folder"),
-        ({"weight_map": {"w": None}}, "weight_map.w is null"),
         ({"weight_map": {"w": ""}}, 'weight_map.w is ""'),
         ({"weight_map": {"w": "../other/model.safetensors"}}, 'weight_map.w is "../other/model.safetensors"'),
-        ({"weight_map": {"w": "sub/model.safetensors"}}, 'weight_map.w is "sub/model.safetensors"'),
         ({"weight_map": {"w": "/etc/passwd"}}, 'weight_map.w is "/etc/passwd"'),
         ({"weight_map": {"w": "config.json"}}, 'weight_map.w is "config.json"'),
         ({"weight_map": {"w": "a\0.safetensors"}}, "weight_map.w is"),
@@ -323,9 +289,7 @@ def test_links_to_files_are_read(make_model, tmp_path):
     ("change", "fragment"),
     [
         (lambda x: x.to(torch.int32), "is int32, supported are float16, bfloat16, float32, float64"),
-        (lambda x: x.to(torch.int8), "is int8, supported"),
         (lambda x: x > 0, "is bool, supported"),
-        (lambda x: x.to(torch.complex64), "is complex64, supported"),
         (lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn, supported"),
         (lambda x: x.index_fill(0, torch.tensor([1, 3]), torch.nan), "has 48 of 1464 values that are NaN"),
         (

@@ -87,40 +87,6 @@ def test_means_what_torch_means_by_the_mask(draw, n_q, n_kv, window_size):
         assert not x[:, :, without_keys].any()
 
 
-def test_a_window_that_hides_nothing_changes_no_bit(draw):
-    inputs = draw(60, 50)
-    plain = gradients_of(sage_attention, *inputs)
-    causal = gradients_of(sage_attention, *inputs, is_causal=True)
-    for window_size in ((59, 49), (10**9, 10**9), (-1, 10**12)):
-        assert all(map(torch.equal, gradients_of(sage_attention, *inputs, window_size=window_size), plain))
-    assert all(map(torch.equal, gradients_of(sage_attention, *inputs, window_size=(-1, 0)), causal))
-    wide = gradients_of(sage_attention, *inputs, is_causal=True, window_size=(59, 7))
-    assert all(map(torch.equal, wide, causal))
-
-
-# --- With masks that hide keys -----------------------------------------------------------------------------
-
-#: Padding on the right, on the left and on both sides; no key at all.
-PADDED = torch.zeros(4, 40, dtype=torch.bool)
-PADDED[0, :33] = PADDED[1, 9:] = PADDED[2, 5:30] = True
-
-
-def test_padding_goes_with_a_window(draw):
-    """The window counts tokens where they are. A hidden token is hidden as a query, too."""
-    inputs = draw(40, heads=4, kv_heads=2, batch=4)
-    settings = {"window_size": (6, 2), "config": NO_INT8}
-    ours = gradients_of(sage_attention, *inputs, key_padding_mask=PADDED, **settings)
-    mask = mask_of(40, 40, 6, 2) & PADDED[:, None, None] & PADDED[:, None, :, None]
-    torchs = gradients_of(scaled_dot_product_attention, *inputs, attn_mask=mask)
-    for x, y in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-    _, lse = sage_attention(
-        *inputs[:3], enable_gqa=True, key_padding_mask=PADDED, return_lse=True, **settings
-    )
-    logits = inputs[0] @ inputs[1].repeat_interleave(2, 1).mT * inputs[0].shape[-1] ** -0.5
-    torch.testing.assert_close(lse, logits.masked_fill(~mask, -torch.inf).logsumexp(-1))
-
-
 # --- The logsumexp -----------------------------------------------------------------------------------------
 
 

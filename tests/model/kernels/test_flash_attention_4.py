@@ -116,14 +116,6 @@ def test_operators_keep_their_promises(package):
     torch.library.opcheck(fa4._gradients, (grad, *tensors, *saved, True))
 
 
-def test_it_compiles_into_one_graph(package):
-    qkv, grad = inputs()
-    compiled = torch.compile(fa4.attend, fullgraph=True, backend="aot_eager")
-    out = compiled(*qkv, is_causal=True, enable_gqa=True)
-    torch.testing.assert_close(out, exact(*qkv, True))
-    assert all(x.isfinite().all() for x in torch.autograd.grad(out, qkv, grad))
-
-
 def test_checkpointing_saves_its_results(package):
     qkv, grad = inputs()
     operator = torch.ops.llama.flash_attention_4.default

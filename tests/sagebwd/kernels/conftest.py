@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise, product
 from pathlib import Path
@@ -235,6 +234,20 @@ def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
     plan.plan_of.cache_clear()
 
 
+@pytest.fixture
+def in_order() -> Iterator[Callable[..., Any]]:
+    """in_order(function, reverse=True) or in_order(function, first=…, count=…): its results when threads run
+    in this order, as :func:`sources_on_cpu.run_in_order` says.
+    """
+
+    def in_order(function: Callable[[], Any], **order: Any) -> Any:
+        sources_on_cpu.run_in_order(**order)
+        return function()
+
+    yield in_order
+    sources_on_cpu.run_in_order()
+
+
 # --- Comparing ---------------------------------------------------------------------------------------------
 
 
@@ -278,13 +291,27 @@ def assert_same(kernel_set) -> Callable[..., None]:
 
 
 @pytest.fixture
-def check(kernels, kernel_set, attend_reference, assert_same) -> Callable[..., dict[str, Tensor]]:
-    """Assert that the kernels give on CPU inputs what the reference does; return their result.
+def kernels_and_reference(kernels, attend_reference) -> Callable[..., tuple[dict[str, Tensor], ...]]:
+    """Return what the kernels make of CPU inputs, and what the reference does.
 
-    Gradients are compared with what the reference makes of the kernels' O. fp16 rounds few elements of it
-    otherwise than the reference's, but δ carries each into a whole row of dS. Tensor cores, which cut sums
-    off, leave up to 0.7% of them: dK moves by 1.1e-3 (results/log.md). A compensated O has no such error.
+    The reference's gradients are those of the kernels' O. fp16 rounds few elements of it otherwise than the
+    reference's, but δ carries each into a whole row of dS. Tensor cores, which cut sums off, leave up to 0.7%
+    of them: dK moves by 1.1e-3 (results/log.md). A compensated O has no such error.
     """
+
+    def kernels_and_reference(
+        inputs: list[Tensor], config: SageConfig = DEFAULT_CONFIG, **settings: object
+    ) -> tuple[dict[str, Tensor], ...]:
+        found = kernels(*inputs, config=config, **settings)
+        saved_out = None if config.compensate_o else found["out"]
+        return found, attend_reference(*inputs, config=config, saved_out=saved_out, **settings)
+
+    return kernels_and_reference
+
+
+@pytest.fixture
+def check(kernels_and_reference, kernel_set, assert_same) -> Callable[..., dict[str, Tensor]]:
+    """Assert that the kernels give on CPU inputs what the reference does; return their result."""
 
     def check(
         inputs: list[Tensor],
@@ -293,102 +320,12 @@ def check(kernels, kernel_set, attend_reference, assert_same) -> Callable[..., d
         config: SageConfig = DEFAULT_CONFIG,
         **settings: object,
     ) -> dict[str, Tensor]:
-        found = kernels(*inputs, config=config, **settings)
-        saved_out = None if config.compensate_o else found["out"]
-        wanted = attend_reference(*inputs, config=config, saved_out=saved_out, **settings)
+        found, wanted = kernels_and_reference(inputs, config, **settings)
         of_tiles = 5.0 if kernel_set.is_emulated else 2.0
         assert_same(found, wanted, names, slack=of_tiles if config.granularity == "block" else 1.0)
         return found
 
     return check
-
-
-@pytest.fixture
-def errors(exact) -> Callable[..., list[float]]:
-    """Return the relative L2 errors of out, dq, dk, dv of an attention, compared with float64."""
-
-    def errors(
-        attention: Callable[..., dict[str, Tensor]],
-        inputs: list[Tensor],
-        *,
-        is_causal: bool,
-        **settings: object,
-    ) -> list[float]:
-        result = attention(*inputs, is_causal=is_causal, **settings)
-        assert all(result[name].isfinite().all() for name in NAMES)
-        wanted = exact(*inputs, is_causal=is_causal)
-        return [relative_l2(result[name], wanted[name]) for name in NAMES]
-
-    return errors
-
-
-@pytest.fixture
-def check_errors(exact, kernels, attend_reference) -> Callable[..., list[float]]:
-    """Assert that the kernels' errors are those of the reference, at most 1.05 times; return them.
-
-    They are relative L2 errors of out, dq, dk and dv against float64. On top comes what a value that lies
-    between two of fp16 does, if it is rounded to the other; it shows where no product is INT8 and few rows
-    hold most of the result. One P̃ moves its row by up to 2⁻¹⁰. An element of O moves δ of its row, and what
-    that does to dQ and dK is computed from the two O; and a 16-bit dS of that row is rounded anew.
-    """
-
-    def check_errors(inputs: list[Tensor], *, is_causal: bool, **settings: object) -> list[float]:
-        wanted = exact(*inputs, is_causal=is_causal)
-        found, reference = (
-            attention(*inputs, is_causal=is_causal, **settings) for attention in (kernels, attend_reference)
-        )
-        assert all(found[name].isfinite().all() for name in NAMES)
-        other_p = 2**-10 / math.sqrt(inputs[0][..., 0].numel())
-        change = found["out"] - reference["out"]
-        other_o = change_by_delta(inputs, change, wanted, **settings)
-        other_ds = rounded_anew(inputs, change, wanted, **settings)
-        errors = []
-        for name in NAMES:
-            error, of_reference = (relative_l2(result[name], wanted[name]) for result in (found, reference))
-            bound = 1.05 * of_reference + other_o.get(name, 0.0)
-            assert error <= math.hypot(bound, other_p, other_ds.get(name, 0.0)), name
-            errors.append(error)
-        return errors
-
-    return check_errors
-
-
-def change_by_delta(
-    inputs: list[Tensor], out: Tensor, wanted: dict[str, Tensor], *, config: SageConfig = DEFAULT_CONFIG
-) -> dict[str, float]:
-    """How far a change of ``out`` moves dq and dk through δ = rowsum(dO ∘ O), relative to their norm.
-
-    Args:
-        inputs: q, k, v and grad_out with as many heads of each.
-        wanted: what float64 gives, with the matrix P.
-    """
-    if config.compensate_o:
-        return {}
-    q, k, _, grad_out = (x.double() for x in inputs)
-    ds = wanted["p"] * -(grad_out * out.double()).sum(-1, keepdim=True) * q.shape[-1] ** -0.5
-    changes = {"dq": ds @ k, "dk": ds.mT @ q}
-    return {name: float(change.norm() / wanted[name].norm()) for name, change in changes.items()}
-
-
-def rounded_anew(
-    inputs: list[Tensor], out: Tensor, wanted: dict[str, Tensor], *, config: SageConfig = DEFAULT_CONFIG
-) -> dict[str, float]:
-    """Largest rounding errors of dS in the rows that a change of ``out`` moves, in dq and dk, as above.
-
-    In the reference alone, one element of O that fp16 rounds to the other side takes the error of dK from
-    2.8e-4 to 3.7e-4 where one channel is 20 times as large as the others.
-    """
-    if config.compensate_o:
-        return {}
-    q, k, _, _ = (x.double() for x in inputs)
-    k = k - k.mean(-2, keepdim=True) if config.smooth_k else k
-    ds = (wanted["ds"] * out.any(-1, keepdim=True)).square() / q.shape[-1]
-    squares = {"dq": ds @ k.square().sum(-1, keepdim=True), "dk": ds.mT @ q.square().sum(-1, keepdim=True)}
-    return {
-        name: float(square.sum().sqrt() / wanted[name].norm()) * torch.finfo(inputs[0].dtype).eps / 2
-        for name, square in squares.items()
-        if not config.is_int8(name)
-    }
 
 
 @pytest.fixture

@@ -15,16 +15,6 @@ from sagebwd.window import Window
 Function = Callable[..., Tensor]
 
 SAVED = [torch.ops.sagebwd.forward.default]
-#: What :func:`ways` returns.
-WAYS = (
-    "function",
-    "operator",
-    "checkpoint",
-    "reentrant checkpoint",
-    "selective checkpoint",
-    "checkpointed operator",
-    "vmap",
-)
 
 
 def attention(kernels: str | None, **settings: object) -> Function:

@@ -57,7 +57,6 @@ class KernelSet:
     short: (queries, keys) of tests that are not about lengths.
     small_tile: settings of a tile of which ``tokens`` are several, if that of the default is larger.
     lengths: (queries, keys, is_causal) around its tiles.
-    one_key_lengths: the same, where every query sees one key.
     float64_sizes: (tokens, head size, heads).
     packs: by name (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv); the latter may be None.
     pack_heads: (query heads, key heads) by pack, "others" for those that are not named.
@@ -92,7 +91,6 @@ class KernelSet:
     short: tuple[int, int]
     small_tile: Mapping[str, int] = field(default_factory=dict)
     lengths: tuple[tuple[int, int, bool], ...]
-    one_key_lengths: tuple[tuple[int, int, bool], ...]
     float64_sizes: tuple[tuple[int, int, int], ...]
     packs: Mapping[str, tuple[int, list[int], int, list[int] | None]]
     pack_heads: Mapping[str, tuple[int, int]]
@@ -157,9 +155,10 @@ def named(configs: Mapping[str, Any]) -> list[Any]:
 emulated_too = pytest.mark.emulated
 #: Run the test for the reference, too, although it compares kernels with the reference.
 reference_too = pytest.mark.reference
+#: For what all kernel sets do alike: without a GPU the reference stands for them.
+reference_first = only(lambda kernel_set: kernel_set.is_gpu or kernel_set.is_reference)
 kernels_only = only(lambda kernel_set: not kernel_set.is_reference)
 on_gpu = only(lambda kernel_set: kernel_set.is_gpu)
-cuda_only = only(lambda kernel_set: kernel_set.is_cuda)
 triton_only = only(lambda kernel_set: kernel_set.name == "triton")
 
 every_head_dim = over("head_dim", lambda kernel_set: kernel_set.head_dims)
@@ -221,7 +220,6 @@ INTERPRETER = KernelSet(
     short=(40, 40),
     small_tile={"block_q": 64, "block_kv": 64},
     lengths=_LENGTHS,
-    one_key_lengths=((1, 1, False), (70, 1, False)),
     float64_sizes=((100, 64, 1),),
     packs=_PACKS,
     pack_heads={"others": (1, 1), "several": (2, 1), "two": (2, 2)},
@@ -350,10 +348,6 @@ HOPPER = KernelSet(
             for causal in (True, False)
         ),
         *((1, n, False) for n in (2, 63, 128, 129, 1000)),
-    ),
-    one_key_lengths=(
-        *((n, 1, is_causal) for n in (1, 2, 64, 65, 129, 300) for is_causal in (True, False)),
-        *((1, n, True) for n in (2, 64, 128, 129, 300)),
     ),
     float64_sizes=((150, 64, 1), (1024, 128, 4), (777, 80, 3), (1024, 64, 1), (777, 128, 1)),
     packs={

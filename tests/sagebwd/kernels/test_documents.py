@@ -33,12 +33,15 @@ CONFIGS = {
     "compensate_o": SageConfig(int8_matmuls=("dq",), compensate_o=True),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
 }
+MASKS = {"causal": {"is_causal": True}, "full": {}, "window": {"window_size": (11, 2)}}
 #: For the interpreter.
 FEW_CASES = [
-    *((config, "two") for config in CONFIGS if config not in ("default", "unsigned_p")),
-    ("smooth_v", "keys or queries missing"),
+    *((config, "two", "causal") for config in ("paper", "smooth_q", "smooth_v", "no INT8")),
+    ("smooth_v", "keys or queries missing", "causal"),
+    ("smooth_v", "keys or queries missing", "window"),
+    ("default", "other keys", "window"),
     *(
-        ("default", pack)
+        ("default", pack, "causal")
         for pack in (
             "several", "tokens of no document", "empty documents", "other keys", "keys or queries missing"
         )
@@ -47,15 +50,15 @@ FEW_CASES = [
 
 
 def packs_and_configs(kernel_set):
-    """pack, config, head_dim, is_causal, dtype."""
+    """pack, config, head_dim, mask, dtype."""
     if not kernel_set.is_gpu:
-        for name, pack in FEW_CASES:
-            yield pytest.param(pack, CONFIGS[name], 32, True, FP16, id=f"{pack}-{name}")
+        for name, pack, mask in FEW_CASES:
+            yield pytest.param(pack, CONFIGS[name], 32, mask, FP16, id=f"{pack}-{name}-{mask}")
         return
     head_dim, *_ = kernel_set.head_dims
-    few = [(head_dim, True, FP16), (head_dim, False, BF16)]
-    more = [*product(kernel_set.head_dims, (True, False), [FP16]), (head_dim, False, BF16)]
-    all_of_them = list(product((*kernel_set.head_dims, 80), (True, False), (FP16, BF16)))
+    few = [(head_dim, "causal", FP16), (head_dim, "full", BF16), (head_dim, "window", FP16)]
+    more = [*product(kernel_set.head_dims, ("causal", "full"), [FP16]), *few[1:]]
+    all_of_them = list(product((*kernel_set.head_dims, 80), MASKS, (FP16, BF16)))
     cases = {
         **dict.fromkeys(CONFIGS, few),
         **dict.fromkeys(kernel_set.variants, few),
@@ -64,21 +67,20 @@ def packs_and_configs(kernel_set):
     }
     configs = {**kernel_set.those_it_runs(CONFIGS), **kernel_set.variants}
     for pack, (name, config) in product(kernel_set.packs, configs.items()):
-        for head_dim, is_causal, dtype in cases[name]:
-            mask, bits = "causal" if is_causal else "full", "fp16" if dtype is FP16 else "bf16"
-            names = f"{pack}-{name}-{head_dim}-{mask}-{bits}"
-            yield pytest.param(pack, config, head_dim, is_causal, dtype, id=names)
+        for head_dim, mask, dtype in cases[name]:
+            names = f"{pack}-{name}-{head_dim}-{mask}-{'fp16' if dtype is FP16 else 'bf16'}"
+            yield pytest.param(pack, config, head_dim, mask, dtype, id=names)
 
 
-@over("pack, config, head_dim, is_causal, dtype", packs_and_configs)
+@over("pack, config, head_dim, mask, dtype", packs_and_configs)
 def test_a_pack_is_each_of_its_documents_alone(
-    kernels, alone, sample, kernel_set, config, pack, head_dim, is_causal, dtype
+    kernels, alone, sample, kernel_set, config, pack, head_dim, mask, dtype
 ):
     """Bit for bit, and zero for tokens of no document."""
     n_q, rows, n_kv, columns = kernel_set.packs[pack]
     heads, kv_heads = kernel_set.pack_heads.get(pack, kernel_set.pack_heads["others"])
     inputs = sample(n_q, n_kv, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    settings = {"is_causal": is_causal, "config": config, "scale": 0.3}
+    settings = {**MASKS[mask], "config": config, "scale": 0.3}
     packed = kernels(*inputs, **boundary_arguments(rows, columns), **settings)
     assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
 

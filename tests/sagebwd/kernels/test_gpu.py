@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd import explain
+from sagebwd import explain, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.layout import block_count
 from sagebwd.metrics import relative_l2
@@ -165,6 +165,40 @@ def test_neither_pass_waits_for_the_device(sample_on_device, kernel_set, device,
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_same_lists(found, wanted)
+
+
+def test_a_mask_never_waits_for_the_device(sample_on_device, kernel_set, device):
+    """An additive one, whose values decide; eagerly, and replayed as a CUDA graph with another mask."""
+    *inputs, grad_out = sample_on_device(300, batch=2, heads=2)
+    leaves = [x.requires_grad_() for x in inputs]
+    lengths = torch.tensor([[300], [177]], device=device)
+    mask = torch.where(torch.arange(300, device=device) < lengths, 0.0, -torch.inf)[:, None, None]
+
+    def step():
+        out = sage_attention(*leaves, mask, is_causal=True, kernels=kernel_set.name)
+        # Without its graph, whose nodes belong to the stream that they were made on.
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # compiles the kernels
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    mask[0, ..., 41:] = -torch.inf
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, wanted in zip(captured, step(), strict=True):
+        assert torch.equal(x, wanted)
+        assert not x[0, :, 41:].any()
+        assert x[0, :, :41].any()
 
 
 @every_head_dim

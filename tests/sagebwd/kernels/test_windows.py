@@ -10,8 +10,8 @@ import torch
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS, PRESETS
 from tests.inputs import assert_same
-from tests.sagebwd.kernels.inputs import assert_bit_equal, boundary_arguments
-from tests.sagebwd.kernels.sets import named, needs, over
+from tests.sagebwd.kernels.inputs import assert_bit_equal
+from tests.sagebwd.kernels.sets import named, needs, over, reference_first
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -66,24 +66,6 @@ def test_windows(check, sample, n_q, n_kv, window_size, config, head_dim):
         assert not found[name][:, :, without_keys].any()
 
 
-def packs_and_configs(kernel_set):
-    on_gpu = kernel_set.those_it_runs(CONFIGS)
-    names = on_gpu if kernel_set.is_gpu else ("default", "smooth_q, smooth_v")
-    packs = kernel_set.packs if kernel_set.is_gpu else ("other keys", "keys or queries missing")
-    cases = product(packs, names) if kernel_set.is_gpu else zip(packs, names, strict=True)
-    return [pytest.param(pack, CONFIGS[name], id=f"{pack}-{name}") for pack, name in cases]
-
-
-@over("pack, config", packs_and_configs)
-def test_each_document_has_a_window_of_its_own(kernels, alone, sample, kernel_set, pack, config):
-    """Bit for bit that which it gets alone, and zero for tokens of no document."""
-    n_q, rows, n_kv, columns = kernel_set.packs[pack]
-    inputs = sample(n_q, n_kv, heads=2, kv_heads=1)
-    settings = {"window_size": (11, 2), "config": config, "scale": 0.3}
-    packed = kernels(*inputs, **boundary_arguments(rows, columns), **settings)
-    assert_bit_equal(packed, alone(inputs, rows, columns or rows, **settings))
-
-
 @over(
     "config",
     lambda kernel_set: named(
@@ -132,6 +114,7 @@ def test_the_queries_that_see_a_poisoned_key_show_it(kernels, sample):
 # --- PyTorch -----------------------------------------------------------------------------------------------
 
 
+@reference_first
 @over("backend", lambda kernel_set: ["aot_eager", *(["inductor"] if kernel_set.is_gpu else [])])
 def test_compiled_equals_eager(sample_on_device, compiled, kernel_set, backend):
     """With a window that is traced as a number, and that has to be narrowed."""

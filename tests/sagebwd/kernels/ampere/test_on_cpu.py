@@ -5,9 +5,6 @@ That they are right is tested as for the other kernel sets: see ``EMULATED`` in 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate
-
 import pytest
 import torch
 
@@ -15,9 +12,8 @@ from sagebwd import SageConfig
 from sagebwd.kernels.ampere import shapes
 from sagebwd.kernels.cuda import plan
 from tests.inputs import gradients
-from tests.sagebwd.kernels.cuda.sources_on_cpu import run_in_order
 from tests.sagebwd.kernels.operators import attention, forward
-from tests.sagebwd.kernels.sets import FP16, emulated_too, only
+from tests.sagebwd.kernels.sets import FP16, boundaries_of, emulated_too, only
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
@@ -35,7 +31,7 @@ def runs(kernel_set, draw):
     def runs(lengths, config, mask, head_dim=64):
         boundaries = None
         if not isinstance(lengths, int):
-            boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            boundaries = torch.tensor(boundaries_of(lengths))
             lengths = sum(lengths)
         inputs = draw(lengths, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=FP16)
         mask = {"is_causal": False, **mask}
@@ -60,30 +56,14 @@ LATE = (
 )
 
 
-@pytest.fixture
-def in_order():
-    """in_order(function, reverse=True) or in_order(function, first=…, count=…): its results in this order."""
-
-    def in_order(function, **order):
-        run_in_order(**order)
-        return function()
-
-    yield in_order
-    run_in_order()
-
-
 CAUSAL, WINDOW = {"is_causal": True}, {"window_size": (70, 3)}
 #: Three tiles of 128 keys, or four of 64.
 TWELVE_WARPS = {
     "default, packed": (SageConfig(), (1, 64, 65, 0, 127, 2), CAUSAL),
-    "low_bias, a window": (SageConfig.low_bias(), 260, WINDOW),
-    "consistent": (SageConfig.consistent(), 260, CAUSAL),
+    "consistent, a window": (SageConfig.consistent(), 260, WINDOW),
     "strictly causal": (SageConfig.strictly_causal(), 260, CAUSAL),
     "paper, packed": (SageConfig.paper(), (1, 64, 0, 130, 2), CAUSAL),
-    "paper, a window": (SageConfig.paper(), 200, WINDOW),
-    "paper, scales of rows": (replace(SageConfig.paper(), granularity="row"), 200, CAUSAL),
     "dP in fp16, packed": (SageConfig(dp_fp16_accumulation=True), (1, 64, 65, 0, 127, 2), CAUSAL),
-    "dP in fp16, paper": (replace(SageConfig.paper(), dp_fp16_accumulation=True), 200, CAUSAL),
 }
 
 

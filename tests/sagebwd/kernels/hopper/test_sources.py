@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections import Counter
 from itertools import product
-from pathlib import Path
 
 import pytest
-import triton
 
 from sagebwd.kernels.cuda.compile import compile_source, nvrtc_version
 from sagebwd.kernels.hopper.attention import SOURCES
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, tile_macros
+from tests.sagebwd.kernels.machine_code import MachineCode
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
@@ -25,8 +22,6 @@ SPILLED_BYTES = {
     ("dk_dv", 256): 120, ("dq", 256): 168,
 }  # fmt: skip
 FEW_BYTES = 64
-#: Where there is a driver, NVRTC takes what it compiled before from its cache, without a word in the log.
-WITH_LOG = ("--ptxas-options=-v", "--no-cache")
 ENTRY = re.compile(r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
 
@@ -108,11 +103,11 @@ def variants():
 @needs_nvrtc
 @pytest.mark.parametrize(("source", "defines"), list(variants()))
 def test_kernels_compile_without_spills(source, defines):
-    cubin, log = compile_source(SOURCES, source, defines, WITH_LOG)
+    code = MachineCode(SOURCES, source, defines)
     for name in (name for file, name in entries() if file == source):
-        assert f".text.{name}".encode() in cubin
-        assert f"Compiling entry function '{name}'" in log
-    assert_runs_freely(log, most_spilled(source, defines["HEAD_DIM"]))
+        assert f".text.{name}".encode() in code.cubin
+        assert f"Compiling entry function '{name}'" in code.log
+    assert_runs_freely(code, source, defines["HEAD_DIM"])
 
 
 @needs_nvrtc
@@ -126,19 +121,16 @@ def test_every_set_of_macros_is_valid(source, own_macros):
         compile_source(SOURCES, source, defines, ["--fdevice-syntax-only"])
 
 
-def most_spilled(source, d):
-    """Bytes. With 256 channels and a scale per token NVRTC 13.0 spills 128 of dk_dv.cu, 13.1 and 13.5 104."""
+def assert_runs_freely(code, source, d):
+    """ptxas spilled hardly anything; it neither serialized wgmma nor ignored setmaxnreg, which it reports.
+
+    With 256 channels and a scale per token NVRTC 13.0 spills 128 bytes of dk_dv.cu, 13.1 and 13.5 104.
+    """
     is_worse = (source, d, nvrtc_version()) == ("dk_dv", 256, (13, 0))
-    return 128 if is_worse else SPILLED_BYTES.get((source, d), FEW_BYTES)
-
-
-def assert_runs_freely(log, few_bytes=FEW_BYTES):
-    """ptxas spilled hardly anything; it neither serialized wgmma nor ignored setmaxnreg, which it reports."""
-    spilled = [int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
-    assert spilled, log
-    assert max(spilled) <= few_bytes, log
-    assert "serialized" not in log, log
-    assert "ignored" not in log, log
+    few_bytes = 128 if is_worse else SPILLED_BYTES.get((source, d), FEW_BYTES)
+    assert code.spilled_bytes <= few_bytes, code.log
+    assert "serialized" not in code.log, code.log
+    assert "ignored" not in code.log, code.log
 
 
 def backward_variants():
@@ -153,18 +145,16 @@ def backward_variants():
 
 @needs_nvrtc
 @pytest.mark.parametrize(("d", "causal", "bf16", "macros"), list(backward_variants()))
-def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
+def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros):
     """Also registers, and shared memory with the barriers."""
     cta = CTA_SHAPES["backward", d, next((name for name in ("DK_16BIT", "P_16BIT") if name in macros), "")]
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | dict.fromkeys(macros, True)
     defines |= {"LAUNCH_THREADS": cta.threads, "LAUNCH_BYTES": cta.shared_bytes}
-    cubin, log = compile_source(SOURCES, "backward", defines, WITH_LOG)
-    assert_runs_freely(log, most_spilled("backward", d))
-    static = sum(int(count) for count in re.findall(r"(\d+) bytes smem", log))
-    assert cta.shared_bytes + static <= 232_448
-    assert int(re.search(r"Used (\d+) registers", log)[1]) * cta.threads <= 65536
+    code = MachineCode(SOURCES, "backward", defines)
+    assert_runs_freely(code, "backward", d)
+    assert cta.shared_bytes + code.static_shared_bytes <= 232_448
+    assert code.registers * cta.threads <= 65536
 
-    text = disassemble(cubin, tmp_path)
     of_s, of_dp, of_tokens = d // 32, d // 16, 64 // 32 * (d // 64)
     int8, in_16_bit = 2 * of_s, 2 * of_dp  # before the loop and in it
     of_dq, exponentials = 128 // 16, 2 * 64 * 64 // 128  # with a mask, and without
@@ -177,17 +167,9 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros, tmp_path):
         int8, in_16_bit = int8 + of_tokens + of_dv[0], in_16_bit + of_dv[1]
         of_dq *= d // 64  # at head size 128 by half blocks of queries
     in_16_bit += of_dq
-    assert len(re.findall(r"\bIGMMA\.", text)) == int8
-    assert len(re.findall(r"\bHGMMA\.", text)) == in_16_bit
-    assert len(re.findall(r"\bMUFU\.EX2", text)) == exponentials
-
-
-def disassemble(cubin, folder):
-    """The machine code as text."""
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    return subprocess.run([str(tool), "-c", str(file)], capture_output=True, text=True, check=True).stdout
+    assert code.count(r"IGMMA\.") == int8
+    assert code.count(r"HGMMA\.") == in_16_bit
+    assert code.count(r"MUFU\.EX2") == exponentials
 
 
 def unsigned_variants():
@@ -205,14 +187,12 @@ def unsigned_variants():
 
 @needs_nvrtc
 @pytest.mark.parametrize(("source", "d", "causal", "bf16", "macros"), list(unsigned_variants()))
-def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(
-    source, d, causal, bf16, macros, tmp_path
-):
+def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(source, d, causal, bf16, macros):
     """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
     defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros, d)
-    cubin, log = compile_source(SOURCES, source, {**defines, "UNSIGNED_P": True}, WITH_LOG)
-    assert_runs_freely(log, most_spilled(source, d))
-    found = Counter(re.findall(r"\bIGMMA\.\w+\.(\w+)\.(\w+)", disassemble(cubin, tmp_path)))
+    code = MachineCode(SOURCES, source, {**defines, "UNSIGNED_P": True})
+    assert_runs_freely(code, source, d)
+    found = code.int8_products()
     assert found.keys() == {("U8", "S8"), ("S8", "S8")}
     tokens = 128 if source == "forward" and d < 256 and "SCALES_OF_TILES" not in macros else 64
     channels = 128 if source == "dk_dv" else d  # of a warpgroup, at most

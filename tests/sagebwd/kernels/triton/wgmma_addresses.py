@@ -11,13 +11,10 @@ loops begin with what was computed before them, so this finds the same.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
-import triton
+from tests.sagebwd.kernels.machine_code import disassemble
 
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+(?:@!?U?P\d+ )?([A-Za-z0-9_.]+) (.*?);")
 REGISTER = re.compile(r"\b(U?R)(\d+)\b")
@@ -40,7 +37,7 @@ class Write(NamedTuple):
 
 def wrong_addresses(cubin: bytes) -> list[str]:
     """One line for each operand of a wgmma that is not an address: where it is, and what it is."""
-    return wrong_addresses_of(disassemble(cubin))
+    return wrong_addresses_of(parse(disassemble(cubin)))
 
 
 def wrong_addresses_of(instructions: list[tuple[str, str, str]]) -> list[str]:
@@ -56,17 +53,6 @@ def wrong_addresses_of(instructions: list[tuple[str, str, str]]) -> list[str]:
         for register in descriptors(operands)
         if (why := origin(register, index, writes)) is not None
     ]
-
-
-def disassemble(cubin: bytes) -> list[tuple[str, str, str]]:
-    """The instructions of a cubin."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(tool), "-c", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return parse(text)
 
 
 def parse(text: str) -> list[tuple[str, str, str]]:
