@@ -33,7 +33,8 @@ class Sizes:
     warmup_steps: int  # of these, with rising learning rate
     tokens_per_step: int
     sequences_per_step: int
-    micro_steps: int  # forward-backward passes per device and step (gradient accumulation)
+    micro_batch: int  # sequences per device and forward-backward pass
+    micro_steps: int  # of these passes per device and step (gradient accumulation)
 
 
 def check(settings: Settings, ranks: int) -> Sizes:
@@ -48,13 +49,16 @@ def check(settings: Settings, ranks: int) -> Sizes:
 
 def sizes_of(settings: Settings, ranks: int) -> Sizes:
     """The sizes of a run on `ranks` devices, of settings that were checked."""
-    tokens = settings.tokens_per_step
+    sequences = settings.tokens_per_step // settings.context
+    of_device = sequences // groups(settings, ranks)
+    micro_batch = min(settings.hardware.micro_batch, of_device)
     return Sizes(
         steps=settings.total_steps,
         warmup_steps=warmup_steps(settings),
-        tokens_per_step=tokens,
-        sequences_per_step=tokens // settings.context,
-        micro_steps=tokens // (settings.context * settings.hardware.micro_batch * groups(settings, ranks)),
+        tokens_per_step=settings.tokens_per_step,
+        sequences_per_step=sequences,
+        micro_batch=micro_batch,
+        micro_steps=of_device // micro_batch,
     )
 
 
@@ -208,7 +212,7 @@ def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
     wanted, ranks = tps.tokens_per_step, groups(settings, ranks)
     sequence = settings.context * ranks * tps.divide_by
     unit = hardware.micro_batch * sequence
-    if not unit or wanted % unit == 0:
+    if not unit or wanted % unit == 0 or (wanted < unit and wanted % sequence == 0):
         return
     nearest = sorted({max(wanted // unit, 1) * unit, (wanted // unit + 1) * unit})
     fixes = ["tps.tokens_per_step=" + " or ".join(map(str, nearest))]

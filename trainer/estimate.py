@@ -97,7 +97,7 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
     sharded = settings.hardware.is_sharded(settings.model, ranks)
     copies = ranks if sharded else 1
     own = replace(settings, context=settings.context // hardware.context_parallel)
-    step = _activations(own, hardware.micro_batch, compiled=hardware.compile)
+    step = _activations(own, sizes_of(settings, ranks).micro_batch, compiled=hardware.compile)
     on_gpu = hardware.device == "cuda"
     parts = {
         "weights": FLOAT32 * count // copies,
@@ -359,7 +359,7 @@ def _run(settings: Settings, sizes: Sizes, ranks: int) -> Rows:
     yield "steps", f"{sizes.steps:,}{f' after step {settings.branch_step:,}' if settings.branch_step else ''}"
     yield (
         "tokens per step",
-        f"{sizes.tokens_per_step:,} = {sizes.micro_steps:,} micro-batches × {settings.hardware.micro_batch} "
+        f"{sizes.tokens_per_step:,} = {sizes.micro_steps:,} micro-batches × {sizes.micro_batch} "
         f"sequences × {settings.context:,} tokens × {groups(settings, ranks)} {unit_of(settings)}",
     )
     yield "tokens", f"{sizes.steps * sizes.tokens_per_step:,}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from common.errors import Interrupted
 from data.corpus import ValidationSet
-from data.loader import Batch, evaluation_batches, stack_sequences
+from data.loader import Batch, stack_sequences
 from model.config import flops_per_token
 from model.generate import generate
 from trainer import parallel
@@ -134,16 +134,8 @@ def _evaluate(run: Run) -> None:
     losses = [
         validation_loss(
             run.compiled,
-            evaluation_batches(
-                one.tokens,
-                context=settings.context,
-                sequences=settings.eval_sequences,
-                micro_batch=settings.hardware.micro_batch,
-                rank=ranks.rank,
-                ranks=ranks.count,
-                separator=run.corpus.separator,
-            ),
-            micro_batch=settings.hardware.micro_batch,
+            run.validation_batches(one),
+            micro_batch=run.sizes.micro_batch,
             ranks=ranks,
             autocast=run.autocast,
             in_step=sharded,
@@ -154,7 +146,8 @@ def _evaluate(run: Run) -> None:
     sample = _sample(run) if settings.sample_tokens and (ranks.is_main or sharded) else None
     values = validation_record(run.corpus.validation, losses, run.bytes_per_token)
     values["sample"] = sample
-    run.call("on_evaluate", run.step, values)
+    with torch.no_grad(), run.autocast():
+        run.call("on_evaluate", run.step, values)
     if run.record:
         run.record.write({"step": run.step, "tokens": run.tokens, **values})
         log.info("step %d: %s%s", run.step, described(values), f"\n  | {sample!r}" if sample else "")
@@ -172,7 +165,7 @@ def validation_loss(
 ) -> float:
     """Mean cross-entropy per token, in nats, over the batches of all ranks.
 
-    `batches` are this rank's, as `evaluation_batches` makes them. Only full batches of micro_batch sequences
+    `batches` are this rank's, on its device. Only full batches of micro_batch sequences
     use the compiled model, which would be compiled again for any other size. in_step: every rank calls the
     model equally often, as a sharded model requires, although some ranks have a batch less.
     """
@@ -182,7 +175,7 @@ def validation_loss(
     for batch in batches:
         sequences, tokens = len(batch[0]), batch[0].numel()
         with autocast(), nullcontext() if sequences == micro_batch else parallel.uncompiled():
-            loss = model(*(x.to(ranks.device) for x in batch))
+            loss = model(*batch)
         total += torch.stack([loss.double() * tokens, total.new_tensor(tokens)])
     for _ in range(idle_rounds):
         with autocast(), parallel.uncompiled():

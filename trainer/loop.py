@@ -15,6 +15,7 @@ from common.errors import TrainingError, explain
 from common.terminal import surviving_closed
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, parallel, processes
+from trainer.checks import sizes_of
 from trainer.distributed import Ranks
 from trainer.estimate import check_disk, check_memory, report_memory
 from trainer.events import AFTER_A_STEP, catch_up
@@ -42,7 +43,7 @@ def train(settings: Settings) -> None:
         surviving_closed(),
         distributed.joined(settings.hardware.device) as ranks,
         StopRequest() as stop,  # outside: torchrun asks the ranks to stop while they report a lost one
-        with_user_facing_errors(settings),
+        with_user_facing_errors(settings, ranks),
         ranks.reporting_lost_ranks(),
     ):
         if ranks.count > 1:
@@ -165,7 +166,7 @@ def make_deterministic(deterministic: bool) -> None:
 
 
 @contextmanager
-def with_user_facing_errors(settings: Settings) -> Iterator[None]:
+def with_user_facing_errors(settings: Settings, ranks: Ranks) -> Iterator[None]:
     """Turn a full disk and an out-of-memory GPU into TrainingErrors that name the fix."""
     try:
         yield
@@ -174,9 +175,8 @@ def with_user_facing_errors(settings: Settings) -> Iterator[None]:
             f"{explain(error)}. Make room or correct the place; the same command then continues"
         ) from error
     except torch.OutOfMemoryError as error:
-        micro_batch = settings.hardware.micro_batch
-        rank = os.environ.get("RANK", "0")
-        snapshot = TrainingDirectory(Path(settings.run_dir)).profile / f"out_of_memory_rank_{rank}.pickle"
+        micro_batch = sizes_of(settings, ranks.count).micro_batch
+        snapshot = Path(settings.run_dir, "profile", f"out_of_memory_rank_{ranks.rank}.pickle")
         written = f". What it held, for pytorch.org/memory_viz: {snapshot}" if dump_memory(snapshot) else ""
         raise TrainingError(
             f"{str(error).split('.')[0]}, with hardware.micro_batch={micro_batch} sequences of "

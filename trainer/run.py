@@ -4,8 +4,9 @@ Its steps are in trainer.loop, and what follows each in trainer.events.
 """
 
 import functools
+import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import model.config
 import model.huggingface
 from common.errors import SettingsError, TrainingError, explain, user_facing
 from data.corpus import Corpus, ValidationSet, open_corpus
-from data.loader import BatchLoader
+from data.loader import Batch, BatchLoader, evaluation_batches
 from data.tokenizers import Tokenizer, tokenizer_identity
 from data.tokens import count_sequences
 from model.backends import Backend
@@ -74,7 +75,7 @@ class Run:
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
-        self.callbacks = Callbacks(settings.callbacks)
+        self.callbacks = Callbacks(settings.callbacks, self.all_validation_batches)
         self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -142,6 +143,23 @@ class Run:
 
     def to_device(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.ranks.device, non_blocking=True)
+
+    def validation_batches(self, one: ValidationSet) -> Iterator[Batch]:
+        """Those of this rank, of the first `eval_sequences` sequences of a set, on its device."""
+        batches = evaluation_batches(
+            one.tokens,
+            context=self.settings.context,
+            sequences=self.settings.eval_sequences,
+            micro_batch=self.sizes.micro_batch,
+            rank=self.ranks.rank,
+            ranks=self.ranks.count,
+            separator=self.corpus.separator,
+        )
+        return (tuple(map(self.to_device, batch)) for batch in batches)
+
+    def all_validation_batches(self) -> Iterator[Batch]:
+        """Of all sets, one after the other."""
+        return itertools.chain.from_iterable(map(self.validation_batches, self.corpus.validation))
 
     @property
     def tokens(self) -> int:
@@ -263,7 +281,7 @@ def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) 
             corpus.train,
             context=settings.context,
             sequences_per_step=sizes.sequences_per_step,
-            micro_batch=settings.hardware.micro_batch,
+            micro_batch=sizes.micro_batch,
             seed=settings.seed,
             sequences=settings.train_sequences,
             rank=ranks.rank // settings.hardware.context_parallel,

@@ -62,6 +62,22 @@ class Trains(Callback):
     on_evaluate = on_checkpoint = on_step
 
 
+class Validates(Callback):
+    def on_evaluate(self, step, record, model):
+        losses = [(model(*batch).item(), batch[0].numel()) for batch in self.validation_batches()]
+        record["mine"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+
+
+class CallsTorchWrongly(Callback):
+    def on_evaluate(self, step, record, model):
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+
+
+class Misspelled(Callback):
+    def on_eval(self, step, record, model):
+        pass
+
+
 class Refuses(Callback):
     def __init__(self):
         raise ValueError("not today")
@@ -113,14 +129,30 @@ def test_an_error_names_the_callback(train_here, tmp_path, hook):
     [
         ("Refuses", "not today (test_callbacks.py"),
         ("Nothing", "Nothing"),
-        ("ROOT.exists", "callbacks.mine={'_target_': "),
+        ("Misspelled", "on_eval, which is never called; use on_step, on_evaluate, on_checkpoint"),
+        ("ROOT.exists", "callbacks.mine="),
         ("re.compile", "callbacks.mine="),
     ],
 )
 def test_what_is_no_callback_is_named(train_here, tmp_path, target, told):
     place = HERE if target[0].isupper() else ""
     with pytest.raises((TrainingError, SettingsError), match=re.escape(told).replace(r"\.\*", ".*")):
-        train_here(tmp_path, *QUICK, f"callbacks.mine._target_={place}{target}")
+        train_here(tmp_path, *QUICK, f"callbacks.mine={place}{target}")
+
+
+def test_an_error_in_a_library_names_the_users_line(train_here, tmp_path):
+    with pytest.raises(TrainingError, match=r"on_evaluate at step 2 .*\(test_callbacks.py, line \d+\)"):
+        train_here(tmp_path, *QUICK, f"callbacks.mine={HERE}CallsTorchWrongly")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_metric_of_the_validation_batches(train_here, tmp_path, dtype):
+    """With the trainer's autocast: the loss of these batches is the trainer's own."""
+    train_here(
+        tmp_path, *QUICK, "eval_sequences=7", f"hardware.dtype={dtype}", f"callbacks.mine={HERE}Validates"
+    )
+    found = [(one["mine"], one["val_loss"]) for one in metrics(tmp_path) if "val_loss" in one]
+    assert [mine for mine, _ in found] == pytest.approx([loss for _, loss in found], abs=1e-9)
 
 
 @pytest.mark.parametrize(
