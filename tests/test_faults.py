@@ -23,7 +23,6 @@ from types import SimpleNamespace
 
 import pytest
 
-import trainer.events
 import trainer.loop
 import trainer.run
 from tests import warm
@@ -105,14 +104,14 @@ def disk_is_full(after, name="torch.save"):
 
 def fails_after(step, event):
     """A MemoryError in place of what the trainer does after a step."""
-    original = getattr(trainer.events, event)
+    original = getattr(trainer.loop, event)
 
     def replacement(run):
         if run.step == step:
             raise MemoryError("no memory for it")
         return original(run)
 
-    setattr(trainer.events, event, replacement)
+    setattr(trainer.loop, event, replacement)
 
 
 def permissions_bind_root():
@@ -326,11 +325,11 @@ def disk_fills_before(name, call, disk, leave):
 FULL = {
     "at the start": ("trainer.loop.make_deterministic", 1, 1 << 16, "a checkpoint takes"),
     "for config.yaml": ("trainer.run_directory.write_text", 1, 0, "the disk is full"),
-    "for the metrics": ("trainer.run.start_wandb", 1, 0, "metrics.jsonl"),
+    "for the metrics": ("trainer.run.start_wandb", 1, 0, "the disk is full. Make room"),
     "in a checkpoint": ("torch.save", 150, 1 << 16, "could not write the checkpoint of step 4"),
     "for the seal": ("trainer.checkpoint.write_seal", 2, 0, "could not write the checkpoint of step 4"),
     "for the weights": ("model.huggingface.save", 1, 1 << 16, "could not write the trained weights"),
-    "for the pictures": ("trainer.export.plot_losses", 1, 0, "could not draw the curves"),
+    "for the pictures": ("trainer.export.plot_losses", 1, 0, "the disk is full. Make room"),
 }
 
 

@@ -1,6 +1,6 @@
 """What a run is built of, where it starts from, and how far it is.
 
-Its steps are in trainer.loop, and what follows each in trainer.events.
+Its steps, and what follows each, are in trainer.loop.
 """
 
 import functools
@@ -31,7 +31,7 @@ from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import report_length
-from trainer.machine import StepProfiler, peak_tflops
+from trainer.machine import peak_tflops, start_profiler
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
@@ -103,7 +103,7 @@ class Run:
     def close(self) -> None:
         """Whether it ended or failed."""
         if self.profiler:
-            self.profiler.close()
+            self.profiler.stop()
         self.checkpoints.close()
         if self.record:
             self.record.close()
@@ -207,10 +207,14 @@ class Run:
             )
 
 
-def _start_profiler(run: Run) -> StepProfiler:
-    profile, ranks = run.settings.profile, run.ranks
-    return StepProfiler(
-        run.directory.profile, start=profile.start, steps=profile.steps, rank=ranks.rank, device=ranks.device
+def _start_profiler(run: Run) -> torch.profiler.profile:
+    return start_profiler(
+        run.directory.profile,
+        start=run.settings.profile.start,
+        steps=run.settings.profile.steps,
+        first_step=run.first_step,
+        rank=run.ranks.rank,
+        device=run.ranks.device,
     )
 
 

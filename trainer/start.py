@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -280,19 +280,18 @@ def _find_checkpoints(directory: RunDirectory) -> list[Path]:
 
 
 def _stored_settings(directory: RunDirectory) -> dict[str, Any] | None:
-    """The settings of the run: those in config.yaml, unless its newest checkpoint says others.
+    """The settings of the run: those of its newest checkpoint that is whole, before the first of config.yaml.
 
-    Warns if config.yaml is lost or damaged; None, after a warning, if nothing else says them.
+    None, after a warning, if nothing says them.
     """
-    in_seal = next(filter(None, map(_sealed_settings, reversed(checkpoints_in(directory.checkpoints)))), None)
+    for checkpoint in reversed(checkpoints_in(directory.checkpoints)):
+        with suppress(OSError, ValueError):  # damaged
+            return identity.checked(read_seal(checkpoint).get("settings"))
     try:
-        in_config = identity.read(directory.config)
+        return identity.read(directory.config)
     except (FileNotFoundError, ValueError) as error:
-        problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-        compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
-        log.warning("%s %s. It had the settings of this run; %s", directory.config, problem, compared)
-        return in_seal
-    return in_seal if in_seal and identity.differences(in_config, in_seal) else in_config
+        log.warning("%s is lost or damaged, so these settings are not compared: %s", directory.config, error)
+        return None
 
 
 def _branching(directory: RunDirectory, stored: dict[str, Any], settings: Settings, step: int) -> str:
@@ -357,11 +356,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         path.unlink()
-
-
-def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
-    """The settings in a checkpoint's seal; None if it is damaged."""
-    try:
-        return identity.checked(read_seal(checkpoint).get("settings"))
-    except (OSError, ValueError):
-        return None

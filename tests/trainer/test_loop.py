@@ -14,8 +14,11 @@ import torch._inductor.config
 from common.errors import TrainingError
 from tests.cli import losses
 from trainer import loop, parallel, run
+from trainer.distributed import Ranks
 from trainer.loop import make_deterministic, with_user_facing_errors
 from trainer.run_directory import read_metrics
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path, monkeypatch):
@@ -25,7 +28,7 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path
     def message():
         with (
             pytest.raises(TrainingError, match=r"CUDA out of memory, .*Use hardware.micro_batch=6") as told,
-            with_user_facing_errors(settings),
+            with_user_facing_errors(settings, ALONE),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 GiB.")
         return str(told.value)
@@ -45,7 +48,7 @@ def no_gpu(path):
 def test_a_full_disk_is_told_without_a_traceback(compose_settings):
     with (
         pytest.raises(TrainingError, match=r"the disk is full: metrics\.jsonl.*same command"),
-        with_user_facing_errors(compose_settings()),
+        with_user_facing_errors(compose_settings(), ALONE),
     ):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
