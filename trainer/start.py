@@ -280,18 +280,21 @@ def _find_checkpoints(directory: RunDirectory) -> list[Path]:
 
 
 def _stored_settings(directory: RunDirectory) -> dict[str, Any] | None:
-    """The settings of the run: those of its newest checkpoint that is whole, before the first of config.yaml.
+    """The settings of the run: those in config.yaml, unless its newest whole checkpoint says others.
 
     None, after a warning, if nothing says them.
     """
-    for checkpoint in reversed(checkpoints_in(directory.checkpoints)):
+    sealed = None
+    for checkpoint in checkpoints_in(directory.checkpoints):
         with suppress(OSError, ValueError):  # damaged
-            return identity.checked(read_seal(checkpoint).get("settings"))
+            sealed = identity.checked(read_seal(checkpoint).get("settings"))
     try:
-        return identity.read(directory.config)
+        config = identity.read(directory.config)
     except (FileNotFoundError, ValueError) as error:
-        log.warning("%s is lost or damaged, so these settings are not compared: %s", directory.config, error)
-        return None
+        if sealed is None:
+            log.warning("%s cannot be read, so settings are not compared: %s", directory.config, error)
+        return sealed
+    return sealed if sealed and identity.differences(config, sealed) else config
 
 
 def _branching(directory: RunDirectory, stored: dict[str, Any], settings: Settings, step: int) -> str:
