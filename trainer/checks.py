@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -143,11 +143,9 @@ def check_hardware(settings: Settings, ranks: int) -> Problems:
                 "models (python train.py experiment=quickstart is one), or install a CUDA build of PyTorch"
             )
         elif hardware.devices > available:
-            own = replace(settings, hardware=replace(hardware, devices=1))
-            fitting = [n for n in range(1, available + 1) if not [*check_tokens_per_step(own, n)]]
             yield (
-                f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); "
-                f"use hardware.devices={fitting[-1] if fitting else available}"
+                f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); use "
+                f"hardware.devices={available}"
             )
     if hardware.cuda_graphs and not (hardware.device == "cuda" and hardware.compile and ranks == 1):
         yield (

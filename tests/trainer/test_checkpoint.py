@@ -199,7 +199,7 @@ def test_the_seal_protects_itself(tmp_path):
     assert noticed > 0.8 * len(content)  # the others are spaces
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": 1, "files": []}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "null", '{"step": 1, "files": []}', "[" * 100_000])
 def test_a_seal_that_is_none_is_a_damaged_checkpoint(tmp_path, content):
     checkpoints(tmp_path).save(1, *make(), {})
     (tmp_path / "step_00000001" / SEAL).write_text(content)
@@ -232,7 +232,7 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
     assert not run.exists()
 
 
-@pytest.mark.parametrize("room", [0, 100, 598, 700, 1000])
+@pytest.mark.parametrize("room", [0, 598])
 def test_a_file_that_the_disk_refuses_the_rest_of_is_told_as_a_full_disk(tmp_path, monkeypatch, room):
     """torch says of some "unexpected pos 704 vs 598", as another rank does, which sends the text alone."""
     save = torch.save
@@ -370,7 +370,7 @@ def test_reserving_memory_changes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_path, monkeypatch):
+def test_failure_in_the_background_is_raised_by_the_next_poll_or_save(tmp_path, monkeypatch):
     model, optimizer = make()
     background = checkpoints(tmp_path, background=True)
     background.save(1, model, optimizer, {})
@@ -381,20 +381,14 @@ def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_p
     with pytest.raises(TrainingError, match=FULL_DISK):
         poll(background)
     poll(background)  # it is told once
+    background.save(2, model, optimizer, {})
+    with pytest.raises(TrainingError, match=FULL_DISK):
+        background.save(3, model, optimizer, {})
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     background.save(3, model, optimizer, {})
     background.wait()
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 3
-
-
-def test_failure_in_the_background_is_raised_by_the_next_save(tmp_path, monkeypatch):
-    model, optimizer = make()
-    background = checkpoints(tmp_path, background=True)
-    monkeypatch.setattr(torch, "save", full)
-    background.save(2, model, optimizer, {})
-    with pytest.raises(TrainingError, match=FULL_DISK):
-        background.save(3, model, optimizer, {})
 
 
 def test_close_lets_the_write_end_and_hides_no_other_error(tmp_path, monkeypatch, caplog):

@@ -181,14 +181,10 @@ def test_the_limit_of_a_control_group_is_found(tmp_path, monkeypatch):
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA A100-PCIE-40GB", 312),
         ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA L40S", 362),
         ("NVIDIA L40", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA GeForce RTX 3090 Ti", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("Tesla T4", None),
     ],
@@ -253,7 +249,7 @@ def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_setting
 
 @pytest.mark.parametrize(
     ("gpu", "gib", "micro_batch"),
-    [("RTX 4090", 23.6, 4), ("nvidia geforce rtx 4090", 23.6, 4), ("A100", 79.2, 16), ("A100 40GB", 39.6, 8)],
+    [("nvidia geforce rtx 4090", 23.6, 4), ("A100 40GB", 39.6, 8)],
 )
 def test_a_plan_for_a_gpu_that_is_not_here(compose_settings, tmp_path, gpu, gib, micro_batch):
     """The largest micro-batch fits there, the next one does not."""

@@ -19,6 +19,7 @@ from trainer.loop import make_deterministic, with_user_facing_errors
 from trainer.run_directory import read_metrics
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
+SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 
 def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path, monkeypatch):
@@ -78,11 +79,11 @@ def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, 
             parameter.register_hook(lambda x, written=written: written.copy_(x).view_as(written))
         return llama, llama
 
-    options = ("hardware.micro_batch=2",)
+    options = (*SHORT, "hardware.micro_batch=2")
     whole = train_here(tmp_path / "whole", *options)
     monkeypatch.setattr(parallel, "place", place)
     options = (tmp_path / "run", *options, "hardware.cuda_graphs=true")
-    last = train_here(*options).checkpoints.folder / "step_00000008"
+    last = train_here(*options).checkpoints.folder / "step_00000004"
     shutil.rmtree(last)
     continued = train_here(*options)
     assert last.exists()
@@ -108,9 +109,6 @@ def spoiling(step, where, value=float("nan")):
 
     make = run.build_optimizer
     return built
-
-
-SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 
 def test_milestones_are_saved_and_stay_whatever_the_other_checkpoints(train_here, tmp_path):

@@ -51,9 +51,8 @@ def changed(states):
     return [not torch.equal(x, y) for x, y in itertools.pairwise(states)]
 
 
-@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_moves_nothing(train_here, tmp_path, states, spoil, factor):
-    spoil(4, factor)
+def test_a_step_that_is_not_finite_moves_nothing(train_here, tmp_path, states, spoil):
+    spoil(4, float("inf"))
     train_here(tmp_path, *RUN, "skip_nonfinite=true")
     assert changed(states) == [True, True, False, True, True]
     assert (tmp_path / "DONE").exists()
