@@ -243,7 +243,9 @@ def whole(path, **settings):
     return directory
 
 
-@pytest.mark.parametrize(("name", "damage"), zip(RESULTS, [*DAMAGES_OF_RESULTS, "missing"], strict=True))
+@pytest.mark.parametrize(
+    ("name", "damage"), list(zip(RESULTS, [*DAMAGES_OF_RESULTS, "missing"], strict=True))
+)
 def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, name, damage):
     directory = whole(tmp_path)
     assert directory.is_finished_with(Settings())
