@@ -166,27 +166,21 @@ class Stopwatch:
     def start(self) -> None:
         self._started = self._now()
 
-    def pause(self) -> None:
-        if self._started is not None:
-            self._elapsed += self._now() - self._started
-            self._started = None
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Not counting what is done within; where it was paused before, it stays so."""
         running = self._started is not None
-        self.pause()
+        if running:
+            self._elapsed += self._now() - self._started
+            self._started = None
         yield
         if running:
             self.start()
 
     def take(self) -> float:
         """Seconds counted since the last call; keeps running if it was running."""
-        running = self._started is not None
-        self.pause()
-        elapsed, self._elapsed = self._elapsed, 0.0
-        if running:
-            self.start()
+        with self.paused():
+            elapsed, self._elapsed = self._elapsed, 0.0
         return elapsed
 
 

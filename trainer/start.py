@@ -174,18 +174,11 @@ class TrainingDirectory(RunDirectory):
         A new folder goes again if an error comes before the first step. A finished run that was to be trained
         again is back if one comes, or the process is killed, before the new one's first checkpoint.
         """
-        try:
-            is_new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with user_facing(ValueError):
             self.refuse_links()
-            file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
-        except ValueError as error:
-            raise TrainingError(str(error)) from error
-        except OSError as error:
-            raise TrainingError(
-                f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
-            ) from error
-        with file:
+        with open(self.path / ".lock", "a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

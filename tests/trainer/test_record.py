@@ -136,9 +136,8 @@ def test_stopwatch_leaves_pauses_out():
     watch = Stopwatch(torch.device("cpu"))
     watch.start()
     time.sleep(0.02)
-    watch.pause()
-    time.sleep(0.2)
-    watch.start()
+    with watch.paused(), watch.paused():
+        time.sleep(0.2)
     time.sleep(0.02)
     assert 0.04 <= watch.take() < 0.15
     assert watch.take() < 0.02  # starts from zero, and still runs

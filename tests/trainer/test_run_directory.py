@@ -433,16 +433,9 @@ def hold(path, held, release):
         release.wait(30)
 
 
-@pytest.mark.parametrize(
-    ("place", "why"), [("x" * 300, "File name too long"), ("file/run", "Not a directory")]
-)
-def test_a_place_where_no_run_can_be_is_named(tmp_path, place, why):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=rf"cannot create the run directory .*{why}.* run_dir="):
-        opened(tmp_path / place)
-    if place != "file/run":
-        with pytest.raises(TrainingError, match=rf"{why}.*set run_dir="):
-            TrainingDirectory(tmp_path / place).is_finished_with(Settings())
+def test_a_place_where_no_run_can_be_is_named(tmp_path):
+    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
+        TrainingDirectory(tmp_path / ("x" * 300)).is_finished_with(Settings())
 
 
 def test_two_processes_cannot_train_the_same_run(tmp_path):
