@@ -118,8 +118,6 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
 
 def checkpoint_copy(settings: Settings, ranks: int) -> int:
     """Bytes of CPU memory, for each device, of the state that is written while training goes on."""
-    if not settings.checkpoint_background:
-        return 0
     return state_bytes(settings) // (ranks if settings.hardware.is_sharded(settings.model, ranks) else 1)
 
 

@@ -82,7 +82,6 @@ class Run:
             ranks=ranks,
             keep=settings.keep_checkpoints,
             milestone_every=settings.milestone_every,
-            background=settings.checkpoint_background,
             published=directory.note_checkpoint,
             completed=lambda step, path: self.call("on_checkpoint", step, {"path": str(path)}),
         )

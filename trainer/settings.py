@@ -229,8 +229,6 @@ class Settings:
     sample_prompt: str = setting(may_change=True)  # with which that text begins
     # steps between checkpoints; the last step always saves one
     checkpoint_every: int = positive(may_change=True)
-    # Write while training goes on; needs CPU memory for a copy of the state.
-    checkpoint_background: bool = setting(True, may_change=True)
     keep_checkpoints: int = positive(may_change=True)  # newest checkpoints kept
     # Also steps between checkpoints, which are kept permanently; null: none.
     milestone_every: int | None = positive(None, may_change=True)

@@ -189,7 +189,7 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     for name in WAITS:
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
     overrides = ("steps=6", "checkpoint_every=2", "eval_every=6", "sample_tokens=0", "probe.every=0")
-    train_here(tmp_path / "run", *overrides, "checkpoint_background=true")
+    train_here(tmp_path / "run", *overrides)
     assert waits.pop("_exchange") == 6
     assert waits.pop("validation_loss") == 1
     assert waits.pop("names_not_finite") == 3  # whether a checkpoint is finite; copying it waits anyway
@@ -211,11 +211,9 @@ def test_a_checkpoint_is_not_ahead_of_the_metrics_on_the_disk(train_here, tmp_pa
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", note_rename)
-    train_here(
-        tmp_path / "run", "steps=6", "checkpoint_every=2", "eval_every=3", "checkpoint_background=false"
-    )
+    train_here(tmp_path / "run", "steps=6", "checkpoint_every=2", "eval_every=3")
     steps = {name: [json.loads(line)["step"] for line in text.splitlines()] for name, text in named.items()}
-    assert [max(steps[f"step_{step:08d}"]) for step in (2, 4, 6)] == [2, 4, 6]
+    assert all(max(steps[f"step_{step:08d}"]) >= step for step in (2, 4, 6))
 
 
 def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):

@@ -478,7 +478,7 @@ def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
 
 #: How a run executes or reports may change when it is continued, what it computes may not.
 EXECUTES = """hardware.micro_batch hardware.compile hardware.recompute log_every eval_every eval_sequences
-    sample_tokens checkpoint_every checkpoint_background keep_checkpoints milestone_every skip_nonfinite
+    sample_tokens checkpoint_every keep_checkpoints milestone_every skip_nonfinite
     spike.threshold probe.every data.sources.wiki.path data.validation.wiki"""
 COMPUTES = """hardware.dtype seed context train_sequences tps.warmup_steps optimizer.eps
     optimizer.min_lr_ratio model.qk_norm attention.smooth_k data.tokenizer data.sources.wiki.weight"""
