@@ -215,7 +215,7 @@ def check_profile(settings: Settings, ranks: int) -> Problems:
 def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
     tps, hardware = settings.tps, settings.hardware
     if hardware.device == "cuda" and hardware.devices > torch.cuda.device_count() and not settings.plan:
-        return  # check_hardware names a number of devices that fits
+        return  # check_hardware says how many devices there are
     wanted, ranks = tps.tokens_per_step, groups(settings, ranks)
     sequence = settings.context * ranks * tps.divide_by
     unit = hardware.micro_batch * sequence
