@@ -28,7 +28,7 @@ from trainer.export import draw, export, model_card
 from trainer.machine import dump_memory, peak_memory_gib, remember_allocations
 from trainer.processes import StopRequest
 from trainer.record import log_to
-from trainer.run import Run
+from trainer.run import Run, validation_batches
 from trainer.settings import Settings
 from trainer.start import TrainingDirectory
 
@@ -304,7 +304,7 @@ def _evaluate(run: Run) -> None:
     losses = [
         validation_loss(
             run.compiled,
-            run.validation_batches(one),
+            validation_batches(run, one),
             micro_batch=run.sizes.micro_batch,
             ranks=ranks,
             autocast=run.autocast,

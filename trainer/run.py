@@ -4,7 +4,6 @@ Its steps, and what follows each, are in trainer.loop.
 """
 
 import functools
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -75,7 +74,7 @@ class Run:
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
-        self.callbacks = Callbacks(settings.callbacks, self.all_validation_batches)
+        self.callbacks = Callbacks(settings.callbacks, functools.partial(all_validation_batches, self))
         self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -143,23 +142,6 @@ class Run:
     def to_device(self, tokens: Tensor) -> Tensor:
         return tokens.to(self.ranks.device, non_blocking=True)
 
-    def validation_batches(self, one: ValidationSet) -> Iterator[Batch]:
-        """Those of this rank, of the first `eval_sequences` sequences of a set, on its device."""
-        batches = evaluation_batches(
-            one.tokens,
-            context=self.settings.context,
-            sequences=self.settings.eval_sequences,
-            micro_batch=self.sizes.micro_batch,
-            rank=self.ranks.rank,
-            ranks=self.ranks.count,
-            separator=self.corpus.separator,
-        )
-        return (tuple(map(self.to_device, batch)) for batch in batches)
-
-    def all_validation_batches(self) -> Iterator[Batch]:
-        """Of all sets, one after the other."""
-        return itertools.chain.from_iterable(map(self.validation_batches, self.corpus.validation))
-
     @property
     def tokens(self) -> int:
         """Trained on so far."""
@@ -204,6 +186,26 @@ class Run:
                 f"{self.directory.path} was trained on other text or with another tokenizer than these data "
                 "settings give; set them to the text of the run, or give this run its own run_dir=…"
             )
+
+
+def validation_batches(run: Run, one: ValidationSet) -> Iterator[Batch]:
+    """Those of this rank, of the first `eval_sequences` sequences of a set, on its device."""
+    batches = evaluation_batches(
+        one.tokens,
+        context=run.settings.context,
+        sequences=run.settings.eval_sequences,
+        micro_batch=run.sizes.micro_batch,
+        rank=run.ranks.rank,
+        ranks=run.ranks.count,
+        separator=run.corpus.separator,
+    )
+    return (tuple(map(run.to_device, batch)) for batch in batches)
+
+
+def all_validation_batches(run: Run) -> Iterator[Batch]:
+    """Of all sets, one after the other."""
+    for one in run.corpus.validation:
+        yield from validation_batches(run, one)
 
 
 def _start_profiler(run: Run) -> torch.profiler.profile:
