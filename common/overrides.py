@@ -6,7 +6,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 WITHOUT_VALUE = ("-m", "--multirun", "-r", "--run", "-h", "--help", "--hydra-help", "--version", "--resolve")
 # Hydra reads these as they stand, as text: numbers begin with a digit, sign or dot. Other text needs quotes.
 PLAIN = re.compile(r"(\.{0,2}/)?[A-Za-z_/]([A-Za-z0-9_./*%@?-]*[A-Za-z0-9_/*])?")
+UNITS = {"k": 1e3, "m": 1e6, "b": 1e9}
 KEYWORDS = {"true", "false", "null", "nan", "inf"}
 
 
@@ -89,12 +90,14 @@ def check_or_exit(
     *,
     program: str,
     further: Set[str] = frozenset(),
+    other_words: Mapping[str, str] = {},
 ) -> list[Override]:
     """The overrides among the arguments; ends the program with a message for what cannot be meant.
 
     schema: the dataclass of the settings. groups: the options of each group. further: settings that the
-    schema lacks. Hydra refuses unknown names, too. But its advice is to append an unknown setting with `+`,
-    which the typed settings refuse next, and an unknown option prints its search path.
+    schema lacks. other_words: advice by the name that a setting has elsewhere, or by group. Hydra refuses
+    unknown names, too. But its advice is to append an unknown setting with `+`, which the typed settings
+    refuse next, and an unknown option prints its search path.
     """
     if {"-sc", "--shell-completion"} & {*arguments}:
         return []  # install=bash is no setting
@@ -114,11 +117,12 @@ def check_or_exit(
         if key not in known and not key.startswith(named):
             near = difflib.get_close_matches(key, known, n=3) or _same_ending(key, known)
             hint = f"did you mean {' or '.join(near)}?" if near else f"{program} --help lists all settings"
+            hint = other_words.get(key.split(".")[-1], hint)
             sys.exit(f"{override.input_line}: there is no setting {key!r}; {hint}")
         if hints.get(key) in (int, int | None):
             _check_whole(override)
         if key in groups and not has_search_path(overrides):
-            check_option_or_exit(override, groups[key])
+            check_option_or_exit(override, groups[key], other_words.get(key, ""))
     return overrides
 
 
@@ -136,8 +140,10 @@ def _check_words(arguments: Sequence[str], settings: Set[str]) -> None:
 
 
 def _check_whole(override: Override) -> None:
-    """End the program with a message if a whole number is written with a point or an exponent."""
+    """End the program with a message if a whole number has a point, an exponent or a unit."""
     for value in _values(override):
+        if isinstance(value, str) and (found := re.fullmatch(r"([\d.]+)([kmb])", value.lower())):
+            value = float(found[1]) * UNITS[found[2]]
         if isinstance(value, float):
             number = f": {int(value)}" if value.is_integer() else ""
             sys.exit(f"{override.input_line}: {override.key_or_group} is a whole number{number}")
@@ -148,7 +154,7 @@ def has_search_path(overrides: Sequence[Override]) -> bool:
     return any(override.key_or_group == "hydra.searchpath" for override in overrides)
 
 
-def check_option_or_exit(override: Override, options: list[str]) -> None:
+def check_option_or_exit(override: Override, options: list[str], advice: str = "") -> None:
     """End the program with a message if the override of a group names an option that is not among these."""
     group, listed = override.key_or_group, ", ".join(options)
     if None in _values(override) and not override.is_delete():
@@ -158,7 +164,9 @@ def check_option_or_exit(override: Override, options: list[str]) -> None:
             lowered = {name.lower(): name for name in options}  # of two that differ in case, either
             near = difflib.get_close_matches(option.lower(), lowered, n=1)
             hint = f"did you mean {group}={lowered[near[0]]}? Choose" if near else "choose"
-            sys.exit(f"{override.input_line}: {group} has no option {option!r}; {hint} one of {listed}")
+            sys.exit(
+                f"{override.input_line}: {group} has no option {option!r}; {hint} one of {listed}{advice}"
+            )
 
 
 def setting_hints(cls: type, prefix: str = "") -> dict[str, Any]:

@@ -83,6 +83,7 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, call
     for step in (1, 2):
         calls.clear()
         found.save(step, net, optimizer, {})
+        found.wait()
         path = folder / f"step_{step:08d}"
         (named,) = calls.renames_to(path)
         written = calls[named][1]

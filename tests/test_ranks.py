@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.run
 
-import trainer.events
 import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import rank_work, warm
@@ -282,7 +281,7 @@ def flip_a_bit(step: int, key: str) -> None:
 
 
 def compare_every(steps: int) -> None:
-    trainer.events.COMPARE_EVERY = steps
+    trainer.loop.COMPARE_EVERY = steps
 
 
 @pytest.mark.parametrize("every", [100, 1])

@@ -110,11 +110,9 @@ def test_a_failing_run_does_not_stop_the_others_and_the_exit_code_tells(command,
     assert len(list(tmp_path.glob("*/DONE"))) == 1
 
 
-#: One of each kind: found before Hydra, by Hydra, by the plan, in the data. More in tests/trainer.
+#: One of each kind: found before Hydra, by the sweep, by the checks, in the data. More in tests/trainer.
 REFUSED = [
     (["optimiser.lr=1"], "optimizer.lr"),
-    (["optimizer.lr=fast"], "optimizer.lr"),
-    (["tps=1m"], "2.1m"),
     (["-m", "attention=fpa,sagebwd"], "two runs of this sweep would train in"),
     (["hardware.micro_batch=3"], "hardware.micro_batch=2 or 4"),
     (["data=text", "data.path=no_such_book.txt"], "no_such_book.txt"),

@@ -16,7 +16,7 @@ from tests.cli import assert_same_weights, kill_at_step, losses, metrics, run
 from tests.trainer.conftest import compose_settings
 from trainer import loop
 from trainer.distributed import Ranks
-from trainer.events import stop_if_asked
+from trainer.loop import stop_if_asked
 from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.start import TrainingDirectory

@@ -1,7 +1,7 @@
 """The training loop and what it needs.
 
-loop            read this first: a run from its settings to its weights, and one optimizer step
-run             what it is built of, and where it starts from; events: what follows each step, in order
+loop            read this first: a run from its settings to its weights, a step, and what follows each step
+run             what it is built of, and where it starts from
 settings        every setting, with its type; the command line; checks: settings against each other
 start           settings taken from where a run starts, and the directory it trains in
 run_directory   what a run leaves on disk; identity: which settings make a run what it is

@@ -4,8 +4,8 @@ A checkpoint is a folder `step_<n>`. It is written under a temporary name, seale
 verifies the seal; if that fails the previous checkpoint is used. The state itself is stored by
 torch.distributed.checkpoint, so a run can resume on another number of devices, and read without running code.
 
-In the background mode, training pauses only while the state is copied to CPU memory. A thread then writes,
-seals, renames and deletes old checkpoints. With several ranks each has such a thread and writes its part. The
+Training pauses only while the state is copied to CPU memory. A thread then writes, seals, renames and deletes
+old checkpoints. With several ranks each has such a thread and writes its part. The
 threads use a process group of their own, because the order of collectives within a group must be the same on
 all ranks, and training goes on in the other group.
 """
@@ -15,7 +15,6 @@ import logging
 import os
 import pathlib
 import pickle
-import pickletools
 import shutil
 import time
 import warnings
@@ -63,11 +62,11 @@ NO_PROCESS_GROUP = "torch.distributed is disabled, unavailable or uninitialized"
 class Checkpoints:
     """The checkpoints of one run, in `folder`.
 
-    The newest `keep` are kept; those whose step is a multiple of `milestone_every` permanently. With
-    `background`, `save` returns as soon as the state is copied; every rank then calls `poll` in each step,
-    and `wait` before it relies on the checkpoint. All ranks make all calls, in the same order. `published` is
-    called with the step of each complete checkpoint, on the main rank, in the thread that wrote it.
-    `completed` is called with step and folder of each on all ranks, by `save`, `poll` or `wait`.
+    The newest `keep` are kept; those whose step is a multiple of `milestone_every` permanently. `save`
+    returns as soon as the state is copied; every rank then calls `poll` in each step, and `wait` before it
+    relies on the checkpoint. All ranks make all calls, in the same order. `published` is called with the step
+    of each complete checkpoint, on the main rank, in the thread that wrote it. `completed` is called with
+    step and folder of each on all ranks, by `save`, `poll` or `wait`.
     """
 
     def __init__(
@@ -77,13 +76,11 @@ class Checkpoints:
         keep: int,
         ranks: Ranks,
         milestone_every: int | None = None,
-        background: bool = False,
         published: Callable[[int], None] | None = None,
         completed: Callable[[int, Path], None] | None = None,
     ):
         self.folder, self.keep, self.ranks = folder, keep, ranks
-        self.milestone_every, self.background = milestone_every, background
-        self.published, self.completed = published, completed
+        self.milestone_every, self.published, self.completed = milestone_every, published, completed
         self._group = dist.new_group(backend="gloo") if ranks.count > 1 else None
         # Keeps its memory for the next copy. (The public DefaultStager works only once in torch 2.11.)
         self._stager = StateDictStager(pin_memory=ranks.device.type == "cuda")
@@ -97,17 +94,14 @@ class Checkpoints:
     def save(self, step: int, model: nn.Module, optimizer, extra: dict[str, Any]) -> None:
         """Store everything the run needs to resume after `step` steps.
 
-        Waits for the previous write. Raises TrainingError if that failed, or, without `background`, if this
-        one cannot be written (on a full disk, for example). Older checkpoints are untouched.
+        Waits for the previous write. Raises TrainingError if that failed (on a full disk, for example). Older
+        checkpoints are untouched.
         """
         began = time.perf_counter()
         self.wait()
         waited = time.perf_counter() - began
-        state, sealed = _state(model, optimizer), {"step": step, **extra}
-        if self.background:
-            self._writing = self._thread.submit(self._write, self._copy(state), sealed)
-        else:
-            self._complete(self._write(state, sealed))
+        copy = self._copy(_state(model, optimizer))
+        self._writing = self._thread.submit(self._write, copy, {"step": step, **extra})
         paused = time.perf_counter() - began
         before = f", {waited:.2f} s of it for the previous write" if waited > 0.1 else ""
         log.info("step %d: training paused %.2f s for a checkpoint%s", step, paused, before)
@@ -116,7 +110,7 @@ class Checkpoints:
         """Allocate the CPU memory for copies once, which takes seconds. Call it after a first step."""
         # If that step was skipped the optimizer is empty, and reading its state would make torch count a
         # step.
-        if self.background and optimizer.state:
+        if optimizer.state:
             self._copy(_state(model, optimizer))
 
     def status(self) -> tuple[bool, bool]:
@@ -353,15 +347,6 @@ CLASSES: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-#: What pickle writes for these. Others reach into its memory: PUT makes room for as many values as it names.
-OPCODES = {
-    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "STACK_GLOBAL", "REDUCE"),
-    *("NEWOBJ", "BUILD", "EMPTY_TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE", "EMPTY_LIST", "APPEND"),
-    *("APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1"),
-    *("BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE"),
-}
-
-
 def load_safely(state: dict[str, Any], folder: Path, files: Collection[str], *, alone: bool = False) -> None:
     """Read the values of `state` from the checkpoint in `folder`, into its tensors.
 
@@ -380,9 +365,6 @@ def read_metadata(folder: Path, files: Collection[str]) -> Metadata:
     """`.metadata` of a checkpoint. Raises ValueError if it names other classes, or files outside `files`."""
     content = read_bytes(folder / METADATA, links=False)
     try:
-        for opcode, _, _ in pickletools.genops(content):
-            if opcode.name not in OPCODES:
-                raise pickle.UnpicklingError(f"it has {opcode.name}, which no checkpoint needs")
         metadata = _Unpickler(io.BytesIO(content)).load()
     except Exception as error:  # damaged pickles raise whatever their bytes lead to
         raise ValueError(f"{METADATA} cannot be read: {error}") from error

@@ -9,7 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -33,7 +33,8 @@ class Sizes:
     warmup_steps: int  # of these, with rising learning rate
     tokens_per_step: int
     sequences_per_step: int
-    micro_steps: int  # forward-backward passes per device and step (gradient accumulation)
+    micro_batch: int  # sequences per device and forward-backward pass
+    micro_steps: int  # of these passes per device and step (gradient accumulation)
 
 
 def check(settings: Settings, ranks: int) -> Sizes:
@@ -48,13 +49,16 @@ def check(settings: Settings, ranks: int) -> Sizes:
 
 def sizes_of(settings: Settings, ranks: int) -> Sizes:
     """The sizes of a run on `ranks` devices, of settings that were checked."""
-    tokens = settings.tokens_per_step
+    sequences = settings.tokens_per_step // settings.context
+    of_device = sequences // groups(settings, ranks)
+    micro_batch = min(settings.hardware.micro_batch, of_device)
     return Sizes(
         steps=settings.total_steps,
         warmup_steps=warmup_steps(settings),
-        tokens_per_step=tokens,
-        sequences_per_step=tokens // settings.context,
-        micro_steps=tokens // (settings.context * settings.hardware.micro_batch * groups(settings, ranks)),
+        tokens_per_step=settings.tokens_per_step,
+        sequences_per_step=sequences,
+        micro_batch=micro_batch,
+        micro_steps=of_device // micro_batch,
     )
 
 
@@ -139,11 +143,9 @@ def check_hardware(settings: Settings, ranks: int) -> Problems:
                 "models (python train.py experiment=quickstart is one), or install a CUDA build of PyTorch"
             )
         elif hardware.devices > available:
-            own = replace(settings, hardware=replace(hardware, devices=1))
-            fitting = [n for n in range(1, available + 1) if not [*check_tokens_per_step(own, n)]]
             yield (
-                f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); "
-                f"use hardware.devices={fitting[-1] if fitting else available}"
+                f"hardware.devices={hardware.devices}, but this machine has {available} GPU(s); use "
+                f"hardware.devices={available}"
             )
     if hardware.cuda_graphs and not (hardware.device == "cuda" and hardware.compile and ranks == 1):
         yield (
@@ -201,14 +203,23 @@ def check_length(settings: Settings, ranks: int) -> Problems:
         )
 
 
+def check_profile(settings: Settings, ranks: int) -> Problems:
+    profile = settings.profile
+    if profile.steps and profile.start + profile.steps > settings.total_steps:
+        yield (
+            f"profile.start={profile.start} and profile.steps={profile.steps} are beyond the "
+            f"{settings.total_steps} steps of the run; use fewer"
+        )
+
+
 def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
     tps, hardware = settings.tps, settings.hardware
     if hardware.device == "cuda" and hardware.devices > torch.cuda.device_count() and not settings.plan:
-        return  # check_hardware names a number of devices that fits
+        return  # check_hardware says how many devices there are
     wanted, ranks = tps.tokens_per_step, groups(settings, ranks)
     sequence = settings.context * ranks * tps.divide_by
     unit = hardware.micro_batch * sequence
-    if not unit or wanted % unit == 0:
+    if not unit or wanted % unit == 0 or (wanted < unit and wanted % sequence == 0):
         return
     nearest = sorted({max(wanted // unit, 1) * unit, (wanted // unit + 1) * unit})
     fixes = ["tps.tokens_per_step=" + " or ".join(map(str, nearest))]
@@ -234,5 +245,6 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_context,
     check_context_parallel,
     check_length,
+    check_profile,
     check_tokens_per_step,
 )

@@ -213,10 +213,9 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
     ):
         folder = Path(name)
         try:
-            with _temporary_files_in(name):
-                started = torch.multiprocessing.spawn(
-                    _run, (processes, folder, work, arguments), nprocs=processes, join=False
-                )
+            started = torch.multiprocessing.spawn(
+                _run, (processes, folder, work, arguments), nprocs=processes, join=False
+            )
             while not started.join():
                 pass
         except ProcessRaisedException as error:
@@ -235,17 +234,6 @@ def start(work: Callable[..., None], *arguments: object, processes: int) -> None
         raise Interrupted(str(stopped), stop.signal)
     if stopped:
         raise stopped
-
-
-@contextmanager
-def _temporary_files_in(folder: str) -> Iterator[None]:
-    """torch unpickles what a rank that fails leaves in a temporary file: nobody else may write it."""
-    before = tempfile.tempdir
-    tempfile.tempdir = folder
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 def _run(

@@ -20,7 +20,7 @@ from data.recipe import training_texts
 from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
-from trainer.machine import MEMORY_GIB, available_memory, known_gpu, matmul_flops, own_memory, peak_of
+from trainer.machine import GPUS, available_memory, known_gpu, matmul_flops, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
     sharded = settings.hardware.is_sharded(settings.model, ranks)
     copies = ranks if sharded else 1
     own = replace(settings, context=settings.context // hardware.context_parallel)
-    step = _activations(own, hardware.micro_batch, compiled=hardware.compile)
+    step = _activations(own, sizes_of(settings, ranks).micro_batch, compiled=hardware.compile)
     on_gpu = hardware.device == "cuda"
     parts = {
         "weights": FLOAT32 * count // copies,
@@ -118,8 +118,6 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
 
 def checkpoint_copy(settings: Settings, ranks: int) -> int:
     """Bytes of CPU memory, for each device, of the state that is written while training goes on."""
-    if not settings.checkpoint_background:
-        return 0
     return state_bytes(settings) // (ranks if settings.hardware.is_sharded(settings.model, ranks) else 1)
 
 
@@ -204,36 +202,35 @@ def refusal(settings: Settings, ranks: int, estimate: Memory) -> str:
 
 
 def fitting(settings: Settings, ranks: int, estimate: Memory) -> Iterator[str]:
-    """Changes of the settings that make the run fit, by the estimate, each with the memory it then needs."""
-    found = False
-    for kind in _alternatives(settings, ranks):
-        for changes in kind:
-            if found and len(changes) > 2:
-                break  # a simpler change does it
-            changed = replace(settings, hardware=replace(settings.hardware, **changes))
-            needed = sum(memory_parts(changed, changes.get("devices", ranks)).values())
-            if needed <= estimate.available:
-                listed = " ".join(f"hardware.{name}={value}" for name, value in changes.items())
-                yield f"{listed}: {gib(needed)}"
-                found = True
-                break
-
-
-def _alternatives(settings: Settings, ranks: int) -> Iterator[list[dict[str, int | str]]]:
-    """Kinds of changes that take less memory and train the same, each from the smallest change on."""
+    """Changes that train the same and fit, each with its largest micro-batch and the memory it then takes."""
     hardware = settings.hardware
-    sequences = settings.tokens_per_step // (settings.context * groups(settings, ranks))
-    smaller = [n for n in range(hardware.micro_batch - 1, 0, -1) if sequences % n == 0]
-    yield [{"micro_batch": n} for n in smaller]
+    kinds: list[dict[str, int | str]] = [{}]
     if hardware.recompute == "none":
-        yield [{"recompute": "blocks"}, *({"micro_batch": n, "recompute": "blocks"} for n in smaller)]
+        kinds.append({"recompute": "blocks"})
     if hardware.device == "cuda" and hardware.context_parallel == 1:
-        counts = range(ranks + 1, torch.cuda.device_count() + 1)
-        fsdp = [{"devices": n, "parallel": "fsdp"} for n in counts if sequences * ranks % n == 0]
-        yield [
-            change for change in fsdp if sequences * ranks // change["devices"] % hardware.micro_batch == 0
-        ]
-        yield [{**change, "micro_batch": 1, "recompute": "blocks"} for change in fsdp]
+        more = range(ranks + 1, torch.cuda.device_count() + 1)
+        kinds += [{"devices": n, "parallel": "fsdp", "recompute": "blocks"} for n in more]
+    found = False
+    for changes in kinds:
+        if found and len(changes) > 1:
+            return  # a simpler change does it
+        changed = replace(settings, hardware=replace(hardware, **changes))
+        if largest := largest_micro_batch(changed, changes.get("devices", ranks), estimate):
+            found, (micro_batch, needed) = True, largest
+            listed = {**changes, "micro_batch": micro_batch}
+            yield " ".join(f"hardware.{name}={value}" for name, value in listed.items()) + f": {gib(needed)}"
+
+
+def largest_micro_batch(settings: Settings, ranks: int, estimate: Memory) -> tuple[int, int] | None:
+    """The largest micro-batch that a step can be made of and that fits, and its memory; None if none does."""
+    sequences, remainder = divmod(settings.tokens_per_step, settings.context * groups(settings, ranks))
+    for n in range(sequences, 0, -1) if remainder == 0 else ():
+        if sequences % n == 0:
+            hardware = replace(settings.hardware, micro_batch=n)
+            found = replace(estimate, parts=memory_parts(replace(settings, hardware=hardware), ranks))
+            if not found.is_tight:
+                return n, found.total
+    return None
 
 
 # ---------------------------------------------------------------------- time
@@ -338,7 +335,7 @@ def describe(settings: Settings, ranks: int) -> str:
     """The table of `plan=true`. Reads what is on disk of the data, and writes nothing."""
     sizes = check(settings, ranks)
     if settings.gpu and known_gpu(settings.gpu) is None:
-        raise SettingsError(f"gpu={settings.gpu} is not known; choose one of {', '.join(MEMORY_GIB)}")
+        raise SettingsError(f"gpu={settings.gpu} is not known; choose one of {', '.join(GPUS)}")
     estimate = memory(settings, ranks)
     sizes = replace(sizes, steps=max(0, sizes.steps - (settings.branch_step or 0)))  # those to be done
     sections = (
@@ -359,7 +356,7 @@ def _run(settings: Settings, sizes: Sizes, ranks: int) -> Rows:
     yield "steps", f"{sizes.steps:,}{f' after step {settings.branch_step:,}' if settings.branch_step else ''}"
     yield (
         "tokens per step",
-        f"{sizes.tokens_per_step:,} = {sizes.micro_steps:,} micro-batches × {settings.hardware.micro_batch} "
+        f"{sizes.tokens_per_step:,} = {sizes.micro_steps:,} micro-batches × {sizes.micro_batch} "
         f"sequences × {settings.context:,} tokens × {groups(settings, ranks)} {unit_of(settings)}",
     )
     yield "tokens", f"{sizes.steps * sizes.tokens_per_step:,}"
@@ -391,22 +388,11 @@ def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:
     verdict = ": does not fit" if estimate.is_hopeless else ": may not fit" if estimate.is_tight else ""
     yield "  total", f"{gib(estimate.total)}{available} ({estimate.device}){verdict}"
     if estimate.available is not None:
-        yield "  largest hardware.micro_batch that fits", _largest(settings, ranks, estimate)
+        fits = next(fitting(settings, ranks, estimate), "none; use a smaller model or more devices")
+        yield "  largest micro-batch that fits", fits
     copy = checkpoint_copy(settings, ranks)
     if settings.hardware.device == "cuda" and copy:
         yield "  and of CPU memory", f"{gib(copy)}, a copy for checkpoints in the background"
-
-
-def _largest(settings: Settings, ranks: int, estimate: Memory) -> str:
-    """The largest micro-batch of which a step can be made and that fits, or a change with which one does."""
-    hardware = settings.hardware
-    sequences = settings.tokens_per_step // (settings.context * groups(settings, ranks))
-    for n in range(sequences, 0, -1):
-        if sequences % n == 0:
-            parts = memory_parts(replace(settings, hardware=replace(hardware, micro_batch=n)), ranks)
-            if not replace(estimate, parts=parts).is_tight:
-                return f"{n}: {gib(sum(parts.values()))}"
-    return f"none; use {next(fitting(settings, ranks, estimate), 'a smaller model or more devices')}"
 
 
 def _time(settings: Settings, sizes: Sizes, ranks: int) -> Rows:

@@ -23,8 +23,6 @@ from trainer.plot import plot_losses, plot_probe
 from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
 
-AGAIN = "Make room or correct the place; the same command then"
-
 
 def export(
     llama: Llama,
@@ -57,22 +55,15 @@ def export(
         if "No space left" in reason:  # safetensors' error has no number
             reason = "the disk is full"
         raise TrainingError(
-            f"could not write the trained weights to {folder}: {reason}. {AGAIN} writes them"
+            f"could not write the trained weights to {folder}: {reason}. Make room or correct the place; the "
+            "same command then writes them"
         ) from error
 
 
 def draw(directory: RunDirectory, records: list[dict[str, Any]], *, alarm: float | None, title: str) -> None:
-    """Draw the curves of the loss and of the error of attention; alarm and title are those of the probe.
-
-    Raises TrainingError if they cannot be written.
-    """
-    try:
-        plot_losses({directory.path.name: [records]}, directory.loss_plot)
-        plot_probe(records, directory.probe_plot, alarm=alarm, title=title)
-    except OSError as error:  # does not say which file
-        raise TrainingError(
-            f"could not draw the curves in {directory.path}: {explain(error)}. {AGAIN} draws them"
-        ) from error
+    """Draw the curves of the loss and of the error of attention; alarm and title are those of the probe."""
+    plot_losses({directory.path.name: [records]}, directory.loss_plot)
+    plot_probe(records, directory.probe_plot, alarm=alarm, title=title)
 
 
 # ---------------------------------------------------------------------- the model card

@@ -21,8 +21,6 @@ from trainer.machine import software
 from trainer.optimizer import learning_rate, warmup_steps
 from trainer.settings import Settings
 
-LARGEST = 256 << 10  # bytes of a config.yaml, which is read at some 100 kB/s
-
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
 
 #: Settings that say how long a run is, and how its learning rate falls towards the end.
@@ -56,7 +54,7 @@ def of_rank(settings: Settings) -> dict[str, Any]:
 
 def as_yaml(stored: dict[str, Any]) -> str:
     """The text of a config.yaml."""
-    return yaml.dump(stored, Dumper=_Recording, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(stored, sort_keys=False)
 
 
 def read(config: Path) -> dict[str, Any]:
@@ -65,47 +63,16 @@ def read(config: Path) -> dict[str, Any]:
     Raises FileNotFoundError, or ValueError if it is damaged.
     """
     try:
-        return checked(yaml.load(read_bytes(config, LARGEST, links=False).decode(), _Recorded))
+        return checked(yaml.safe_load(read_bytes(config, links=False)))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
 
 
 def checked(stored: Any) -> dict[str, Any]:
-    """The same, if it is as `Settings.recorded` gives it, in JSON or YAML; else raises ValueError."""
+    """The same, if it may be what `Settings.recorded` gives; else raises ValueError."""
     if not (isinstance(stored, dict) and all(isinstance(stored.get(k), dict) for k in ("attention", "data"))):
         raise ValueError("it has no settings of a run")
-    if not _is_plain(stored):
-        raise ValueError("it has a value that no setting has")
     return stored
-
-
-class _Recording(yaml.SafeDumper):
-    """YAML whose strings are read as they were; without quotes PyYAML folds Unicode's line breaks."""
-
-    def represent_str(self, data: str) -> yaml.ScalarNode:
-        style = '"' if set(data) & set("\x85\u2028\u2029") else None
-        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
-
-
-_Recording.add_representer(str, _Recording.represent_str)
-
-
-class _Recorded(yaml.SafeLoader):
-    """YAML as the trainer writes it: without tags, and without aliases, which make much of little."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        event = self.peek_event()
-        if isinstance(event, yaml.AliasEvent) or event.tag:
-            raise yaml.YAMLError("it has an alias or a tag, which no settings have")
-        return super().compose_node(parent, index)
-
-
-def _is_plain(value: Any, levels: int = 20) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and _is_plain([*value.values()], levels)
-    if isinstance(value, list):
-        return levels > 0 and all(_is_plain(item, levels - 1) for item in value)
-    return value is None or isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**63)
 
 
 def restored(stored: dict[str, Any]) -> DictConfig:

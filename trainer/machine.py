@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -24,32 +25,25 @@ ROOT = Path(__file__).parents[1]
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
-#: Dense bf16 matrix-product peaks in TFLOP/s, without sparsity, from the vendors' datasheets.
-PEAK_TFLOPS = {
-    "A100": 312.0,
-    "H100": 989.0,  # SXM
-    "H100 NVL": 835.0,
-    "H100 PCIe": 756.0,
-    "H200": 989.0,  # SXM
-    "H200 NVL": 835.0,
-    "B200": 2250.0,
-    "L40S": 362.0,
-    "RTX 3090": 71.0,
-    "RTX 4090": 165.2,
-}
 
-#: Memory in GiB that PyTorch finds there, to a percent; of an A100 the larger one.
-MEMORY_GIB = {
-    "A100": 79.2,
-    "H100": 79.2,
-    "H100 NVL": 93.1,
-    "H100 PCIe": 79.2,
-    "H200": 139.8,
-    "H200 NVL": 139.8,
-    "B200": 178.3,
-    "L40S": 44.4,
-    "RTX 3090": 23.6,
-    "RTX 4090": 23.6,
+class Gpu(NamedTuple):
+    """A GPU by its datasheet."""
+
+    tflops: float  # peak of dense bf16 matrix products, without sparsity
+    gib: float  # memory that PyTorch finds there, to a percent; of an A100 the larger one
+
+
+GPUS = {
+    "A100": Gpu(312.0, 79.2),
+    "H100": Gpu(989.0, 79.2),  # SXM
+    "H100 NVL": Gpu(835.0, 93.1),
+    "H100 PCIe": Gpu(756.0, 79.2),
+    "H200": Gpu(989.0, 139.8),  # SXM
+    "H200 NVL": Gpu(835.0, 139.8),
+    "B200": Gpu(2250.0, 178.3),
+    "L40S": Gpu(362.0, 44.4),
+    "RTX 3090": Gpu(71.0, 23.6),
+    "RTX 4090": Gpu(165.2, 23.6),
 }
 
 #: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.
@@ -173,23 +167,24 @@ def peak_tflops(device: torch.device) -> float | None:
 
 def peak_of(name: str) -> float | None:
     """Peak of a GPU by the driver's name for it; None for one that is not known."""
-    return PEAK_TFLOPS.get(known_gpu(name))
+    known = known_gpu(name)
+    return GPUS[known].tflops if known else None
 
 
 def memory_of(name: str) -> int:
     """Bytes of a known GPU, or fewer if its name says so: "A100 40GB"."""
     said = re.search(r"(\d+)GB", name.upper())
-    gib = min(MEMORY_GIB[known_gpu(name)], 0.99 * int(said[1]) if said else math.inf)
+    gib = min(GPUS[known_gpu(name)].gib, 0.99 * int(said[1]) if said else math.inf)
     return int(gib * 2**30)
 
 
 def known_gpu(name: str) -> str | None:
-    """The longest name of PEAK_TFLOPS within the driver's, or a user's, name of a GPU.
+    """The longest name of GPUS within the driver's, or a user's, name of a GPU.
 
     None if there is no such GPU, or the name has a word of unknown meaning, such as "Laptop".
     """
     words = set(re.split(r"[ -]", name.upper()))
-    inside = [known for known in PEAK_TFLOPS if {*known.upper().split()} <= words]
+    inside = [known for known in GPUS if {*known.upper().split()} <= words]
     if not inside:
         return None
     longest = max(inside, key=len)
@@ -231,53 +226,35 @@ def dump_memory(path: Path) -> bool:
     return True
 
 
-class StepProfiler:
-    """Records `steps` steps, after `start` others of this process, on every rank.
+def start_profiler(
+    folder: Path, *, start: int, steps: int, first_step: int, rank: int, device: torch.device
+) -> torch.profiler.profile:
+    """Record `steps` steps, after `start` others of this process; call `step()` of the result after each.
 
     The first steps of a process compile and allocate, so they are left out; the last of these warms the
-    profiler up.
+    profiler up. A trace and a table of the most expensive operators are written to `folder` when the steps
+    are done, or when `stop()` is called before. first_step: steps that the run did before this process.
     """
+    on_gpu = device.type == "cuda"
 
-    def __init__(self, folder: Path, *, start: int, steps: int, rank: int, device: torch.device):
-        self._folder, self._steps, self._rank = folder, steps, rank
-        self._on_gpu = device.type == "cuda"
-        self._steps_left = start + steps
-        self._profiler: torch.profiler.profile | None = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * self._on_gpu,
-            schedule=torch.profiler.schedule(wait=start - 1, warmup=1, active=steps, repeat=1),
-            acc_events=True,  # there is one cycle; without it torch warns that later ones clear its events
-        )
-        self._profiler.start()
-
-    def advance(self) -> bool:
-        """After each step: whether it was the last to be recorded, so that `write` is due."""
-        if self._profiler is None:
-            return False
-        self._steps_left -= 1
-        if self._steps_left:
-            self._profiler.step()
-        return not self._steps_left
-
-    def write(self, step: int) -> None:
-        """Write the files of this rank to `folder`; `step` (counted from 1) is the last that was recorded."""
-        finished, self._profiler = self._profiler, None
-        finished.stop()
-        name = f"steps_{step - self._steps + 1}-{step}_rank_{self._rank}"
-        trace, table = self._folder / f"{name}.json.gz", self._folder / f"{name}.txt"
-        order = "self_cuda_time_total" if self._on_gpu else "self_cpu_time_total"
+    def write(profiler: torch.profiler.profile) -> None:
+        name = f"steps_{first_step + start + 1}-{first_step + profiler.step_num}_rank_{rank}"
+        trace, table = folder / f"{name}.json.gz", folder / f"{name}.txt"
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
         try:
-            self._folder.mkdir(exist_ok=True)
-            finished.export_chrome_trace(str(trace))
-            table.write_text(finished.key_averages().table(sort_by=order, row_limit=ROWS) + "\n")
+            folder.mkdir(exist_ok=True)
+            profiler.export_chrome_trace(str(trace))
+            table.write_text(profiler.key_averages().table(sort_by=order, row_limit=ROWS) + "\n")
         except (OSError, RuntimeError) as error:  # a profile must not end a training run
-            log.warning("profile: could not be written to %s: %s", self._folder, error)
+            log.warning("profile: could not be written to %s: %s", folder, error)
         else:
             log.info("profile: %s (for ui.perfetto.dev) and %s", trace, table.name)
 
-    def close(self) -> None:
-        """Stop recording. A profile that is not complete is not written."""
-        if self._profiler is not None:
-            log.warning("profile: not written, training ended %d step(s) too early", self._steps_left)
-            with suppress(RuntimeError):  # of a GPU that failed, for example, which is reported elsewhere
-                self._profiler.stop()
-            self._profiler = None
+    profiler = torch.profiler.profile(
+        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu,
+        schedule=torch.profiler.schedule(wait=start - 1, warmup=1, active=steps, repeat=1),
+        on_trace_ready=write,
+        acc_events=True,  # there is one cycle; without it torch warns that later ones clear its events
+    )
+    profiler.start()
+    return profiler

@@ -220,13 +220,14 @@ def forget_gradients(optimizer: torch.optim.Optimizer, hardware: HardwareSetting
         optimizer.zero_grad()
 
 
-def clip_gradients(model: nn.Module, largest: float) -> Tensor:
+def clip_gradients(model: nn.Module, largest: float | None) -> Tensor:
     """Scale all gradients to a global norm of at most `largest`. Returns the norm before, a scalar."""
     parameters = list(model.parameters())
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()  # over all ranks
-    clip_grads_with_norm_(parameters, largest, norm)
+    if largest is not None:
+        clip_grads_with_norm_(parameters, largest, norm)
     return norm
 
 

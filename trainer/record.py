@@ -1,6 +1,5 @@
 """What a run writes about itself while it trains: metrics.jsonl, progress bar, log; W&B and TensorBoard."""
 
-import errno
 import importlib.util
 import json
 import logging
@@ -19,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from common import terminal
-from common.errors import TrainingError, explain, first
+from common.errors import TrainingError, first
 from common.files import write_text
 from common.redaction import RedactingFormatter, redact
 from trainer.machine import find_commit
@@ -46,7 +45,6 @@ class Record:
         first_step: int,
         name: str,
     ):
-        self._path = metrics
         self.logged = len(set(logged_steps(metrics)))  # how many steps metrics.jsonl has the loss of
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
         self._wandb = wandb
@@ -68,29 +66,14 @@ class Record:
     def write(self, values: dict[str, Any]) -> None:
         infinite = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
         values = redact(values | dict.fromkeys(infinite))  # JSON has no NaN
-        with self._naming_the_file():
-            if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-                raise FileNotFoundError(errno.ENOENT, "another file has taken its place")
-            self._file.write(json.dumps(values) + "\n")
+        self._file.write(json.dumps(values) + "\n")
         self.logged += "loss" in values
         shown = {k: v for k, v in values.items() if k != "step" and v is not None}
         self._call_loggers(lambda logger: logger.log(shown, step=values["step"]))
 
     def sync(self) -> None:
         """Return when all records are on the disk: a checkpoint is not to be ahead of them."""
-        with self._naming_the_file():
-            os.fsync(self._file.fileno())
-
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
-        """An OSError of writing does not say of which file."""
-        try:
-            yield
-        except OSError as error:
-            raise TrainingError(
-                f"could not write to {self._path}: {explain(error)}. Make room or fix the folder; the same "
-                "command then continues from the last checkpoint"
-            ) from error
+        os.fsync(self._file.fileno())
 
     def progress(self, loss: float, tokens_per_second: float, mfu: float | None) -> None:
         shown = {"loss": f"{loss:.3f}", "tok/s": f"{tokens_per_second:,.0f}"}
@@ -129,17 +112,13 @@ def logged_steps(metrics: Path) -> list[int]:
 
 
 def warn_of_holes(metrics: Path, *, step: int, logged: int, log_every: int) -> None:
-    """Warn if metrics.jsonl has other steps than the `logged` ones of before the checkpoint of `step`."""
-    steps, found = logged_steps(metrics), []
-    if wrong := [after for before, after in pairwise(steps) if after <= before]:
-        found.append(f"records are doubled or out of order, at steps {first(wrong)}")
-    there = sorted({*steps})
+    """Warn if metrics.jsonl lacks some of the `logged` steps of before the checkpoint of `step`."""
+    there = sorted({*logged_steps(metrics)})
     if len(there) < logged:
         gaps = [(a + 1, b - 1) for a, b in pairwise([0, *there, step + 1]) if b - a > log_every]
         told = first([str(a) if a == b else f"{a} to {b}" for a, b in gaps])
-        found.append(f"{logged - len(there)} of {logged} records are missing, in steps {told}")
-    if found:
-        log.warning("%s: %s. Training continues; they are not written again", metrics, " and ".join(found))
+        lost = f"{logged - len(there)} of {logged} records are missing, in steps {told}"
+        log.warning("%s: %s. Training continues; they are not written again", metrics, lost)
 
 
 def log_to(file: Path | None) -> None:
@@ -187,27 +166,21 @@ class Stopwatch:
     def start(self) -> None:
         self._started = self._now()
 
-    def pause(self) -> None:
-        if self._started is not None:
-            self._elapsed += self._now() - self._started
-            self._started = None
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Not counting what is done within; where it was paused before, it stays so."""
         running = self._started is not None
-        self.pause()
+        if running:
+            self._elapsed += self._now() - self._started
+            self._started = None
         yield
         if running:
             self.start()
 
     def take(self) -> float:
         """Seconds counted since the last call; keeps running if it was running."""
-        running = self._started is not None
-        self.pause()
-        elapsed, self._elapsed = self._elapsed, 0.0
-        if running:
-            self.start()
+        with self.paused():
+            elapsed, self._elapsed = self._elapsed, 0.0
         return elapsed
 
 

@@ -1,11 +1,11 @@
 """What a run is built of, where it starts from, and how far it is.
 
-Its steps are in trainer.loop, and what follows each in trainer.events.
+Its steps, and what follows each, are in trainer.loop.
 """
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import model.config
 import model.huggingface
 from common.errors import SettingsError, TrainingError, explain, user_facing
 from data.corpus import Corpus, ValidationSet, open_corpus
-from data.loader import BatchLoader
+from data.loader import Batch, BatchLoader, evaluation_batches
 from data.tokenizers import Tokenizer, tokenizer_identity
 from data.tokens import count_sequences
 from model.backends import Backend
@@ -30,7 +30,7 @@ from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import report_length
-from trainer.machine import StepProfiler, peak_tflops
+from trainer.machine import peak_tflops, start_profiler
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
@@ -74,14 +74,13 @@ class Run:
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
-        self.callbacks = Callbacks(settings.callbacks)
+        self.callbacks = Callbacks(settings.callbacks, functools.partial(all_validation_batches, self))
         self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
             ranks=ranks,
             keep=settings.keep_checkpoints,
             milestone_every=settings.milestone_every,
-            background=settings.checkpoint_background,
             published=directory.note_checkpoint,
             completed=lambda step, path: self.call("on_checkpoint", step, {"path": str(path)}),
         )
@@ -102,7 +101,7 @@ class Run:
     def close(self) -> None:
         """Whether it ended or failed."""
         if self.profiler:
-            self.profiler.close()
+            self.profiler.stop()
         self.checkpoints.close()
         if self.record:
             self.record.close()
@@ -189,10 +188,34 @@ class Run:
             )
 
 
-def _start_profiler(run: Run) -> StepProfiler:
-    profile, ranks = run.settings.profile, run.ranks
-    return StepProfiler(
-        run.directory.profile, start=profile.start, steps=profile.steps, rank=ranks.rank, device=ranks.device
+def validation_batches(run: Run, one: ValidationSet) -> Iterator[Batch]:
+    """Those of this rank, of the first `eval_sequences` sequences of a set, on its device."""
+    batches = evaluation_batches(
+        one.tokens,
+        context=run.settings.context,
+        sequences=run.settings.eval_sequences,
+        micro_batch=run.sizes.micro_batch,
+        rank=run.ranks.rank,
+        ranks=run.ranks.count,
+        separator=run.corpus.separator,
+    )
+    return (tuple(map(run.to_device, batch)) for batch in batches)
+
+
+def all_validation_batches(run: Run) -> Iterator[Batch]:
+    """Of all sets, one after the other."""
+    for one in run.corpus.validation:
+        yield from validation_batches(run, one)
+
+
+def _start_profiler(run: Run) -> torch.profiler.profile:
+    return start_profiler(
+        run.directory.profile,
+        start=run.settings.profile.start,
+        steps=run.settings.profile.steps,
+        first_step=run.first_step,
+        rank=run.ranks.rank,
+        device=run.ranks.device,
     )
 
 
@@ -263,7 +286,7 @@ def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) 
             corpus.train,
             context=settings.context,
             sequences_per_step=sizes.sequences_per_step,
-            micro_batch=settings.hardware.micro_batch,
+            micro_batch=sizes.micro_batch,
             seed=settings.seed,
             sequences=settings.train_sequences,
             rank=ranks.rank // settings.hardware.context_parallel,

@@ -111,7 +111,7 @@ class OptimizerSettings:
     beta2: float = setting(within=DECAY)  # of its mean square
     eps: float = positive()  # AdamW's
     weight_decay: float = not_negative()  # on matrices only; gains (vectors) are not decayed
-    grad_clip: float = positive()  # largest global gradient norm
+    grad_clip: float | None = positive()  # largest global gradient norm; null: no clipping
     muon_lr: float | None = positive(None)  # muon: its peak learning rate, on the same schedule; null: lr
     # muon: how a step depends on its matrix's shape; torch's adjust_lr_fn
     muon_lr_scale: str | None = setting(None, choices=("match_rms_adamw", "original"))
@@ -164,7 +164,7 @@ class HardwareSettings:
 
     device: str = setting(choices=("cuda", "cpu"))  # "cuda" or "cpu"
     devices: int = positive(1)  # processes, one per device; torchrun overrides it
-    micro_batch: int = positive()  # sequences per device per forward-backward pass
+    micro_batch: int = positive()  # sequences per device and forward-backward pass, at most
     # "bfloat16" (autocast over float32 master weights) or "float32".
     dtype: str = setting(choices=("bfloat16", "float32"), may_change=False)
     compile: bool = MISSING  # torch.compile the model
@@ -229,8 +229,6 @@ class Settings:
     sample_prompt: str = setting(may_change=True)  # with which that text begins
     # steps between checkpoints; the last step always saves one
     checkpoint_every: int = positive(may_change=True)
-    # Write while training goes on; needs CPU memory for a copy of the state.
-    checkpoint_background: bool = setting(True, may_change=True)
     keep_checkpoints: int = positive(may_change=True)  # newest checkpoints kept
     # Also steps between checkpoints, which are kept permanently; null: none.
     milestone_every: int | None = positive(None, may_change=True)
@@ -300,6 +298,24 @@ def register() -> None:
 
 # ---------------------------------------------------------------------- the command line
 
+_BATCH = "tps.tokens_per_step (of all devices) and hardware.micro_batch (sequences per device and pass)"
+_LENGTH = "steps or total_tokens; a run logs how many passes over its text that is"
+
+#: What other trainers call a setting, and what it is here.
+OTHER_WORDS = {
+    **dict.fromkeys(("batch_size", "train_batch_size", "global_batch_size"), f"set {_BATCH}"),
+    **dict.fromkeys(
+        ("gradient_accumulation", "gradient_accumulation_steps", "accumulate_grad_batches"),
+        f"it follows from {_BATCH}",
+    ),
+    **dict.fromkeys(("epochs", "num_epochs", "max_epochs", "num_train_epochs"), f"set {_LENGTH}"),
+    "learning_rate": "use optimizer.lr",
+    "max_grad_norm": "use optimizer.grad_clip",
+    "max_steps": "use steps",
+    **dict.fromkeys(("seq_len", "max_length", "block_size"), "use context=N tokens per sequence"),
+    "tps": ", or set tps.tokens_per_step=N",
+}
+
 
 def unresolved(overrides: ListConfig) -> list[str]:
     """Overrides as they were typed: ${oc.env:KEY} stays, so that no secret gets into a name or a message."""
@@ -312,7 +328,12 @@ def check_or_exit(arguments: list[str], configs: Path) -> None:
     groups["data"] = [*options(), *groups.get("data", ())]
     del groups["paper"]  # the experiments of scripts.reproduce
     parsed = overrides.check_or_exit(
-        arguments, Settings, groups, program="python train.py", further=attention_settings()
+        arguments,
+        Settings,
+        groups,
+        program="python train.py",
+        further=attention_settings(),
+        other_words=OTHER_WORDS,
     )
     for override in parsed:
         if override.key_or_group == "hydra/launcher" and not overrides.has_search_path(parsed):

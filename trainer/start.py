@@ -11,7 +11,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -174,18 +174,11 @@ class TrainingDirectory(RunDirectory):
         A new folder goes again if an error comes before the first step. A finished run that was to be trained
         again is back if one comes, or the process is killed, before the new one's first checkpoint.
         """
-        try:
-            is_new = not self.path.exists()
-            self.path.mkdir(parents=True, exist_ok=True)
+        is_new = not self.path.exists()
+        self.path.mkdir(parents=True, exist_ok=True)
+        with user_facing(ValueError):
             self.refuse_links()
-            file = open(self.path / ".lock", "a")  # noqa: SIM115 - closed below
-        except ValueError as error:
-            raise TrainingError(str(error)) from error
-        except OSError as error:
-            raise TrainingError(
-                f"cannot create the run directory {self.path}: {explain(error)}; make room or set run_dir=…"
-            ) from error
-        with file:
+        with open(self.path / ".lock", "a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -280,19 +273,21 @@ def _find_checkpoints(directory: RunDirectory) -> list[Path]:
 
 
 def _stored_settings(directory: RunDirectory) -> dict[str, Any] | None:
-    """The settings of the run: those in config.yaml, unless its newest checkpoint says others.
+    """The settings of the run: those in config.yaml, unless its newest whole checkpoint says others.
 
-    Warns if config.yaml is lost or damaged; None, after a warning, if nothing else says them.
+    None, after a warning, if nothing says them.
     """
-    in_seal = next(filter(None, map(_sealed_settings, reversed(checkpoints_in(directory.checkpoints)))), None)
+    sealed = None
+    for checkpoint in checkpoints_in(directory.checkpoints):
+        with suppress(OSError, ValueError):  # damaged
+            sealed = identity.checked(read_seal(checkpoint).get("settings"))
     try:
-        in_config = identity.read(directory.config)
+        config = identity.read(directory.config)
     except (FileNotFoundError, ValueError) as error:
-        problem = "is lost" if isinstance(error, FileNotFoundError) else f"is damaged ({error})"
-        compared = "they are read from the newest checkpoint" if in_seal else "they cannot be compared"
-        log.warning("%s %s. It had the settings of this run; %s", directory.config, problem, compared)
-        return in_seal
-    return in_seal if in_seal and identity.differences(in_config, in_seal) else in_config
+        if sealed is None:
+            log.warning("%s cannot be read, so settings are not compared: %s", directory.config, error)
+        return sealed
+    return sealed if sealed and identity.differences(config, sealed) else config
 
 
 def _branching(directory: RunDirectory, stored: dict[str, Any], settings: Settings, step: int) -> str:
@@ -357,11 +352,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         path.unlink()
-
-
-def _sealed_settings(checkpoint: Path) -> dict[str, Any] | None:
-    """The settings in a checkpoint's seal; None if it is damaged."""
-    try:
-        return identity.checked(read_seal(checkpoint).get("settings"))
-    except (OSError, ValueError):
-        return None

@@ -62,18 +62,32 @@ class Trains(Callback):
     on_evaluate = on_checkpoint = on_step
 
 
+class Validates(Callback):
+    def on_evaluate(self, step, record, model):
+        losses = [(model(*batch).item(), batch[0].numel()) for batch in self.validation_batches()]
+        record["mine"] = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+
+
+class CallsTorchWrongly(Callback):
+    def on_evaluate(self, step, record, model):
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+
+
+class Misspelled(Callback):
+    def on_eval(self, step, record, model):
+        pass
+
+
 class Refuses(Callback):
     def __init__(self):
         raise ValueError("not today")
 
 
-@pytest.mark.parametrize("background", ["true", "false"])
-def test_hooks_are_called_with_what_is_logged(train_here, tmp_path, background):
+def test_hooks_are_called_with_what_is_logged(train_here, tmp_path):
     train_here(
         tmp_path,
         *QUICK,
         "checkpoint_every=2",
-        f"checkpoint_background={background}",
         f"callbacks.mine={{_target_: {HERE}Notes, scale: 10}}",
     )
     steps = [call for call in CALLS if call[0] == "step"]
@@ -101,26 +115,40 @@ def test_a_run_without_them_is_the_same(train_here, tmp_path, name):
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("hook", ["on_step", "on_evaluate", "on_checkpoint"])
-def test_an_error_names_the_callback(train_here, tmp_path, hook):
-    told = rf"callback mine: {hook} at step \d failed with KeyError: 'my_key' \(test_callbacks.py, line \d+\)"
-    with pytest.raises(TrainingError, match=told):
-        train_here(tmp_path, *QUICK, f"callbacks.mine={{_target_: {HERE}Fails, where: {hook}}}")
+PLACE = r" \(test_callbacks.py, line \d+\)"
+FAILS = rf"at step \d failed with KeyError: 'my_key'{PLACE}"
+REFUSED = [  # a class of this file or a path, what it gets, and what the error has of it
+    ("Fails", ", where: on_step", f"callback mine: on_step {FAILS}"),
+    ("Fails", ", where: on_evaluate", f"callback mine: on_evaluate {FAILS}"),
+    ("Fails", ", where: on_checkpoint", f"callback mine: on_checkpoint {FAILS}"),
+    ("CallsTorchWrongly", "", rf"on_evaluate at step 2 .*{PLACE}"),
+    ("Misspelled", "", "on_eval, which is never called; use on_step, on_evaluate, on_checkpoint"),
+    ("Refuses", "", rf"not today{PLACE}"),
+    ("Nothing", "", "Nothing"),
+    ("re.compile", "", "callbacks.mine="),
+]
 
 
-@pytest.mark.parametrize(
-    ("target", "told"),
-    [
-        ("Refuses", "not today (test_callbacks.py"),
-        ("Nothing", "Nothing"),
-        ("ROOT.exists", "callbacks.mine={'_target_': "),
-        ("re.compile", "callbacks.mine="),
-    ],
-)
-def test_what_is_no_callback_is_named(train_here, tmp_path, target, told):
+@pytest.mark.parametrize(("target", "arguments", "told"), REFUSED)
+def test_what_fails_is_named_with_the_users_line(train_here, tmp_path, target, arguments, told):
     place = HERE if target[0].isupper() else ""
-    with pytest.raises((TrainingError, SettingsError), match=re.escape(told).replace(r"\.\*", ".*")):
-        train_here(tmp_path, *QUICK, f"callbacks.mine._target_={place}{target}")
+    with pytest.raises((TrainingError, SettingsError), match=told):
+        train_here(tmp_path, *QUICK, f"callbacks.mine={{_target_: {place}{target}{arguments}}}")
+
+
+def test_the_path_of_a_class_alone_is_a_callback(train_here, tmp_path):
+    with pytest.raises(TrainingError, match="not today"):
+        train_here(tmp_path, *QUICK, f"callbacks.mine={HERE}Refuses")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_metric_of_the_validation_batches(train_here, tmp_path, dtype):
+    """With the trainer's autocast: the loss of these batches is the trainer's own."""
+    train_here(
+        tmp_path, *QUICK, "eval_sequences=7", f"hardware.dtype={dtype}", f"callbacks.mine={HERE}Validates"
+    )
+    found = [(one["mine"], one["val_loss"]) for one in metrics(tmp_path) if "val_loss" in one]
+    assert [mine for mine, _ in found] == pytest.approx([loss for _, loss in found], abs=1e-9)
 
 
 @pytest.mark.parametrize(

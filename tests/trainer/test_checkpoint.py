@@ -69,8 +69,16 @@ def assert_same(left, right):
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
 
-def checkpoints(folder, keep=2, **options):
-    return Checkpoints(folder, keep=keep, ranks=ALONE, **options)
+class Waiting(Checkpoints):
+    """Each is there when `save` returns."""
+
+    def save(self, *state):
+        super().save(*state)
+        self.wait()
+
+
+def checkpoints(folder, keep=2, kind=Waiting):
+    return kind(folder, keep=keep, ranks=ALONE)
 
 
 def full(*_, **__):
@@ -199,7 +207,7 @@ def test_the_seal_protects_itself(tmp_path):
     assert noticed > 0.8 * len(content)  # the others are spaces
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": 1, "files": []}', "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "null", '{"step": 1, "files": []}', "[" * 100_000])
 def test_a_seal_that_is_none_is_a_damaged_checkpoint(tmp_path, content):
     checkpoints(tmp_path).save(1, *make(), {})
     (tmp_path / "step_00000001" / SEAL).write_text(content)
@@ -232,7 +240,7 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
     assert not run.exists()
 
 
-@pytest.mark.parametrize("room", [0, 100, 598, 700, 1000])
+@pytest.mark.parametrize("room", [0, 598])
 def test_a_file_that_the_disk_refuses_the_rest_of_is_told_as_a_full_disk(tmp_path, monkeypatch, room):
     """torch says of some "unexpected pos 704 vs 598", as another rank does, which sends the text alone."""
     save = torch.save
@@ -309,7 +317,7 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate,
     model, optimizer = make()
     train_step(model, optimizer)
     expected = state_of(model, optimizer)
-    background = checkpoints(tmp_path, background=True)
+    background = checkpoints(tmp_path, kind=Checkpoints)
     background.save(1, model, optimizer, {"wandb_id": "abc"})
     for _ in range(3):
         train_step(model, optimizer)
@@ -327,7 +335,7 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, gate,
 
 def test_saves_in_a_row_wait_for_each_other(tmp_path):
     model, optimizer = make()
-    background = checkpoints(tmp_path, background=True)
+    background = checkpoints(tmp_path, kind=Checkpoints)
     expected = {}
     for step in (1, 2, 3):  # the copy in CPU memory is the same each time, and must not change under a write
         train_step(model, optimizer)
@@ -359,7 +367,7 @@ def test_memory_of_the_copy_is_used_again(tmp_path):
 
 def test_reserving_memory_changes_nothing(tmp_path):
     model, optimizer = make()
-    checkpoints = Checkpoints(tmp_path, keep=1, ranks=ALONE, background=True)
+    checkpoints = Checkpoints(tmp_path, keep=1, ranks=ALONE)
     checkpoints.reserve(model, optimizer)  # after a first step that was left out
     assert not optimizer.state
     train_step(model, optimizer)
@@ -370,9 +378,9 @@ def test_reserving_memory_changes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_path, monkeypatch):
+def test_failure_in_the_background_is_raised_by_the_next_poll_or_save(tmp_path, monkeypatch):
     model, optimizer = make()
-    background = checkpoints(tmp_path, background=True)
+    background = checkpoints(tmp_path, kind=Checkpoints)
     background.save(1, model, optimizer, {})
     background.wait()
     monkeypatch.setattr(torch, "save", full)
@@ -381,6 +389,9 @@ def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_p
     with pytest.raises(TrainingError, match=FULL_DISK):
         poll(background)
     poll(background)  # it is told once
+    background.save(2, model, optimizer, {})
+    with pytest.raises(TrainingError, match=FULL_DISK):
+        background.save(3, model, optimizer, {})
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
     background.save(3, model, optimizer, {})
@@ -388,22 +399,13 @@ def test_failure_in_the_background_is_raised_by_the_next_poll_that_sees_it(tmp_p
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 3
 
 
-def test_failure_in_the_background_is_raised_by_the_next_save(tmp_path, monkeypatch):
-    model, optimizer = make()
-    background = checkpoints(tmp_path, background=True)
-    monkeypatch.setattr(torch, "save", full)
-    background.save(2, model, optimizer, {})
-    with pytest.raises(TrainingError, match=FULL_DISK):
-        background.save(3, model, optimizer, {})
-
-
 def test_close_lets_the_write_end_and_hides_no_other_error(tmp_path, monkeypatch, caplog):
     model, optimizer = make()
-    background = checkpoints(tmp_path, background=True)
+    background = checkpoints(tmp_path, kind=Checkpoints)
     background.save(1, model, optimizer, {})
     background.close()
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    background = checkpoints(tmp_path, background=True)
+    background = checkpoints(tmp_path, kind=Checkpoints)
     monkeypatch.setattr(torch, "save", full)
     background.save(2, model, optimizer, {})
     background.close()
@@ -421,9 +423,7 @@ def sharded(seed):
 
 def save_and_restore_shards(rank, folder):
     init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    background = Checkpoints(
-        folder / "checkpoints", keep=2, ranks=Ranks(rank, 2, torch.device("cpu")), background=True
-    )
+    background = Checkpoints(folder / "checkpoints", keep=2, ranks=Ranks(rank, 2, torch.device("cpu")))
     (model, optimizer), inputs = sharded(seed=0), torch.arange(14.0).view(2, 7)
     for step in (1, 2, 3):
         train_step(model, optimizer, inputs)

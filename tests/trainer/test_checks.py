@@ -36,7 +36,7 @@ def eight_gpus(monkeypatch):
 def test_the_papers_runs(compose_settings, attention, tps, devices, steps, tokens, sequences, micro_steps):
     settings = compose_settings(f"attention={attention}", f"tps={tps}")
     warmup = {"260k": 7_500, "2.1m": 1_000}[tps]
-    assert check(settings, devices) == Sizes(steps, warmup, tokens, sequences, micro_steps)
+    assert check(settings, devices) == Sizes(steps, warmup, tokens, sequences, 16, micro_steps)
     assert steps * tokens == 78_643_200_000
     assert settings.context == 4096
     assert settings.optimizer.lr == 3e-5
@@ -119,6 +119,7 @@ BAD = [
     (["seed=9223372036854775808"], ["seed=9223372036854775808"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["spike.window=4"], ["spike.window=4", "8"]),
+    (["steps=8", "profile.steps=5"], ["profile.start=10", "the 8 steps"]),
     (["spike.threshold=nan"], ["spike.threshold=nan"]),
 ]
 
@@ -151,6 +152,11 @@ def test_ranks_count_in_the_tokens_per_step(compose_settings):
     settings = compose_settings()
     with pytest.raises(SettingsError, match=r"× 3 device\(s\) = 196608 .*196608 or 393216"):
         check(settings, 3)
+
+
+def test_a_pass_has_no_more_than_a_device_has_in_a_step(compose_settings):
+    sizes = [check(compose_settings("experiment=debug"), ranks) for ranks in (1, 2, 4)]
+    assert [(one.micro_batch, one.micro_steps) for one in sizes] == [(4, 1), (2, 1), (1, 1)]
 
 
 def test_every_problem_is_told_at_once(compose_settings):

@@ -1,7 +1,5 @@
 """Recorded settings are data: they are read as they were written, and nothing in them is done."""
 
-import itertools
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,25 +46,11 @@ def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, colum
     assert read.data.validation == {"a": {"b": prompt}}
 
 
-BOMB = "a: &a [x, x]\n" + "".join(
-    f"{new}: &{new} [*{old}, *{old}]\n" for old, new in itertools.pairwise("abcdefghi")
-)
 REFUSED = {
-    "aliases": BOMB,
-    "an alias of itself": "attention: &a {x: *a}\ndata: {}\n",
     "levels": "data: " + "[" * 5000,
-    "closed levels": "data: " + "[" * 5000 + "]" * 5000,
-    "levels by lines": "".join(f"{' ' * level}x:\n" for level in range(500)),
     "a tag": "data: !!python/object/apply:os.getcwd []\n",
-    "an empty number": "data: !!int ''\n",
     "a number of 5,000 digits": "attention: {}\ndata: {seed: " + "9" * 5000 + "}\n",
-    "a number of base 60": "attention: {}\ndata: {seed: 1" + ":59" * 5000 + "}\n",
-    "a number of base 16": "attention: {}\ndata: {seed: 0x" + "f" * 5000 + "}\n",
-    "no date": "attention: {}\ndata: {seed: 2026-13-45}\n",
-    "a date": "attention: {}\ndata: {seed: 2026-11-26}\n",
-    "a key that is no name": "attention: {}\ndata: {1: 2}\n",
     "a key that is a list": "attention: {}\ndata: {[1]: 2}\n",
-    "size": "# " + "x" * (1 << 20) + "\nattention: {}\ndata: {}\n",
     "no text": b"\xff\xfe\x00",
     "nothing": "",
     "another thing": "attention: []\ndata: {}\n",

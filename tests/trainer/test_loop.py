@@ -14,8 +14,12 @@ import torch._inductor.config
 from common.errors import TrainingError
 from tests.cli import losses
 from trainer import loop, parallel, run
+from trainer.distributed import Ranks
 from trainer.loop import make_deterministic, with_user_facing_errors
 from trainer.run_directory import read_metrics
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 
 def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path, monkeypatch):
@@ -25,7 +29,7 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path
     def message():
         with (
             pytest.raises(TrainingError, match=r"CUDA out of memory, .*Use hardware.micro_batch=6") as told,
-            with_user_facing_errors(settings),
+            with_user_facing_errors(settings, ALONE),
         ):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 GiB.")
         return str(told.value)
@@ -45,7 +49,7 @@ def no_gpu(path):
 def test_a_full_disk_is_told_without_a_traceback(compose_settings):
     with (
         pytest.raises(TrainingError, match=r"the disk is full: metrics\.jsonl.*same command"),
-        with_user_facing_errors(compose_settings()),
+        with_user_facing_errors(compose_settings(), ALONE),
     ):
         raise OSError(28, "No space left on device", "metrics.jsonl")
 
@@ -75,11 +79,11 @@ def test_gradients_in_memory_of_a_cuda_graph_are_not_lost(train_here, tmp_path, 
             parameter.register_hook(lambda x, written=written: written.copy_(x).view_as(written))
         return llama, llama
 
-    options = ("hardware.micro_batch=2",)
+    options = (*SHORT, "hardware.micro_batch=2")
     whole = train_here(tmp_path / "whole", *options)
     monkeypatch.setattr(parallel, "place", place)
     options = (tmp_path / "run", *options, "hardware.cuda_graphs=true")
-    last = train_here(*options).checkpoints.folder / "step_00000008"
+    last = train_here(*options).checkpoints.folder / "step_00000004"
     shutil.rmtree(last)
     continued = train_here(*options)
     assert last.exists()
@@ -105,9 +109,6 @@ def spoiling(step, where, value=float("nan")):
 
     make = run.build_optimizer
     return built
-
-
-SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 
 def test_milestones_are_saved_and_stay_whatever_the_other_checkpoints(train_here, tmp_path):
@@ -188,7 +189,7 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     for name in WAITS:
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
     overrides = ("steps=6", "checkpoint_every=2", "eval_every=6", "sample_tokens=0", "probe.every=0")
-    train_here(tmp_path / "run", *overrides, "checkpoint_background=true")
+    train_here(tmp_path / "run", *overrides)
     assert waits.pop("_exchange") == 6
     assert waits.pop("validation_loss") == 1
     assert waits.pop("names_not_finite") == 3  # whether a checkpoint is finite; copying it waits anyway
@@ -210,11 +211,9 @@ def test_a_checkpoint_is_not_ahead_of_the_metrics_on_the_disk(train_here, tmp_pa
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "rename", note_rename)
-    train_here(
-        tmp_path / "run", "steps=6", "checkpoint_every=2", "eval_every=3", "checkpoint_background=false"
-    )
+    train_here(tmp_path / "run", "steps=6", "checkpoint_every=2", "eval_every=3")
     steps = {name: [json.loads(line)["step"] for line in text.splitlines()] for name, text in named.items()}
-    assert [max(steps[f"step_{step:08d}"]) for step in (2, 4, 6)] == [2, 4, 6]
+    assert all(max(steps[f"step_{step:08d}"]) >= step for step in (2, 4, 6))
 
 
 def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):

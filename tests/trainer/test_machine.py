@@ -5,7 +5,7 @@ import shutil
 import torch
 
 from tests.cli import losses
-from trainer.machine import StepProfiler
+from trainer.machine import start_profiler
 
 CPU = torch.device("cpu")
 SHORT = ("steps=4", "checkpoint_every=2", "eval_every=4", "sample_tokens=0", "probe.every=0")
@@ -40,29 +40,19 @@ def test_a_profile_of_the_steps_asked_for_changes_no_bit(train_here, tmp_path, c
     assert (tmp_path / "continued" / "profile" / "steps_4-4_rank_0.json.gz").exists()
 
 
-def test_an_interrupted_profile_is_left_out_and_the_next_one_works(tmp_path, caplog):
-    interrupted = StepProfiler(tmp_path / "profile", start=1, steps=2, rank=0, device=CPU)
-    assert not interrupted.advance()
-    assert not interrupted.advance()
-    interrupted.close()
-    interrupted.close()  # again, without effect
-    assert not interrupted.advance()
-    assert "not written, training ended 1 step(s) too early" in caplog.text
-    assert not (tmp_path / "profile").exists()
-
-    again = StepProfiler(tmp_path / "profile", start=1, steps=1, rank=0, device=CPU)
-    assert not again.advance()
-    torch.ones(3).cos()
-    assert again.advance()
-    again.write(7)
-    again.close()
-    assert "aten::cos" in names_in(tmp_path / "profile" / "steps_7-7_rank_0.json.gz")
-
-
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
     (tmp_path / "profile").write_text("a file")
-    profiler = StepProfiler(tmp_path / "profile", start=1, steps=1, rank=0, device=CPU)
-    profiler.advance()
-    assert profiler.advance()
-    profiler.write(2)
+    profiler = start_profiler(tmp_path / "profile", start=1, steps=1, first_step=0, rank=0, device=CPU)
+    profiler.step()
+    profiler.step()
     assert "profile: could not be written" in caplog.text
+    profiler.stop()
+
+
+def test_what_was_recorded_before_the_run_ended_is_written(tmp_path):
+    profiler = start_profiler(tmp_path / "profile", start=1, steps=5, first_step=6, rank=0, device=CPU)
+    profiler.step()
+    torch.ones(3).cos()
+    profiler.step()
+    profiler.stop()
+    assert "aten::cos" in names_in(tmp_path / "profile" / "steps_8-8_rank_0.json.gz")

@@ -174,7 +174,6 @@ class Lion(torch.optim.Optimizer):
 RESUMED = {
     "muon": ("optimizer=muon", "optimizer.muon_lr=5e-3"),
     "lion": (f"optimizer._target_={__name__}.Lion", "optimizer.arguments.betas=[0.8,0.9]"),
-    "nadam": ("optimizer._target_=torch.optim.NAdam", "optimizer.arguments={betas: [0.8, 0.9]}"),
     "no state": ("optimizer._target_=torch.optim.SGD",),
 }
 

@@ -82,5 +82,7 @@ def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
 def test_clipping_returns_the_norm_before():
     model = torch.nn.Linear(3, 2)
     model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 1.0)
+    assert parallel.clip_gradients(model, None).item() == pytest.approx(26**0.5)
     assert parallel.clip_gradients(model, 1.0).item() == pytest.approx(26**0.5)
+    assert parallel.clip_gradients(model, 1.0).item() == pytest.approx(1.0, abs=1e-5)
     assert model.weight.grad.norm().item() == pytest.approx((24 / 26) ** 0.5, rel=1e-4)

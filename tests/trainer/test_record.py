@@ -37,17 +37,6 @@ def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
     assert "loss=2.500, tok/s=1,234, MFU=25.0%" in shown
 
 
-def test_metrics_that_are_replaced_meanwhile_end_the_run(tmp_path):
-    """An editor saves to another file: what follows would be written to one that nobody sees."""
-    record = make_record(tmp_path, None)
-    record.write({"step": 1, "loss": 5.0})
-    (tmp_path / "new").write_text("")
-    (tmp_path / "new").replace(tmp_path / "metrics.jsonl")
-    with pytest.raises(TrainingError):
-        record.write({"step": 2, "loss": 4.0})
-    record.close()
-
-
 TO_TWELVE = [*range(1, 13)]
 HOLES = {
     "none": (TO_TWELVE, 12, 1, None),
@@ -55,13 +44,6 @@ HOLES = {
     "all": ([], 12, 1, "12 of 12 records are missing, in steps 1 to 12"),
     "the first": (TO_TWELVE[2:], 12, 1, "2 of 12 records are missing, in steps 1 to 2"),
     "two": ([1, 3, 4, 5, 6, 9, 10, 11, 12], 12, 1, "3 of 12 records are missing, in steps 2, 7 to 8"),
-    "doubled": ([*TO_TWELVE[:7], *TO_TWELVE[6:]], 12, 1, "doubled or out of order, at steps 7"),
-    "reversed": (
-        TO_TWELVE[::-1],
-        12,
-        1,
-        "doubled or out of order, at steps 11, 10, 9, 8, 7, 6, …",
-    ),
     "every fifth": ([1, 5, 10], 3, 5, None),
     "cut, every fifth": ([1, 5], 3, 5, "1 of 3 records are missing, in steps 6 to 12"),
     "the interval has changed": ([1, 2, 3, 5, 10], 5, 1, None),
@@ -154,9 +136,8 @@ def test_stopwatch_leaves_pauses_out():
     watch = Stopwatch(torch.device("cpu"))
     watch.start()
     time.sleep(0.02)
-    watch.pause()
-    time.sleep(0.2)
-    watch.start()
+    with watch.paused(), watch.paused():
+        time.sleep(0.2)
     time.sleep(0.02)
     assert 0.04 <= watch.take() < 0.15
     assert watch.take() < 0.02  # starts from zero, and still runs

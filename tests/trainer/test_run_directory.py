@@ -2,7 +2,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 from pathlib import Path
 
@@ -45,16 +44,6 @@ def test_a_run_that_never_trained_leaves_no_directory(tmp_path, left):
     with pytest.raises(KeyboardInterrupt):
         fails(KeyboardInterrupt())
     assert (path / "log.txt").exists()
-
-
-def test_results_are_those_that_are_there_and_their_command_can_be_pasted(tmp_path):
-    run = TrainingDirectory(tmp_path / "my run")
-    run.weights.mkdir(parents=True)
-    assert run.results() == (
-        f"{run.path}\n  weights: python -m scripts.sample '{run.path}' lets the model write"
-    )
-    run.probe_plot.touch()
-    assert "\n  probe.png: errors of SageBwd's O" in run.results()
 
 
 def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
@@ -161,23 +150,13 @@ def test_checkpoints_that_are_gone_are_not_taken_for_none(tmp_path):
     opened(directory.path, seed=1)
 
 
-DAMAGES = {
-    "is lost": None,
-    "is damaged \\(it has no settings": b"",
-    "is damaged \\(while parsing": b"seed: [1, 2\ncontext: {\n",
-    "is damaged \\('utf-8' codec": b"seed: \xff\xfe\n",
-}
-
-
-@pytest.mark.parametrize("problem", DAMAGES)
-def test_the_settings_are_read_from_the_checkpoint_if_config_yaml_is_damaged(tmp_path, caplog, problem):
+@pytest.mark.parametrize("content", [None, b"seed: [1, 2\ncontext: {\n", b"seed: \xff\xfe\n"])
+def test_the_settings_are_read_from_the_checkpoint_if_config_yaml_is_damaged(tmp_path, content):
     directory = opened(tmp_path, seed=1)
     whole = directory.config.read_text()
     checkpoint_of(directory, seed=1)
-    content = DAMAGES[problem]
     directory.config.unlink() if content is None else directory.config.write_bytes(content)
     refused(tmp_path, "seed was 1, is now 2", seed=2)
-    assert re.search(rf"config\.yaml {problem}.*read from the newest checkpoint", caplog.text)
     opened(tmp_path, seed=1)
     assert directory.config.read_text() == whole
 
@@ -264,8 +243,9 @@ def whole(path, **settings):
     return directory
 
 
-@pytest.mark.parametrize("damage", DAMAGES_OF_RESULTS)
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize(
+    ("name", "damage"), list(zip(RESULTS, [*DAMAGES_OF_RESULTS, "missing"], strict=True))
+)
 def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, name, damage):
     directory = whole(tmp_path)
     assert directory.is_finished_with(Settings())
@@ -293,7 +273,7 @@ def test_the_place_of_the_text_may_be_corrected_in_a_finished_run(tmp_path):
     assert directory.is_finished_with(Settings())
 
 
-DAMAGED = ["{", "{}", '{"files": 7}', "[]", "\xff", '{"files": {}, "checksum": "crc 0"}']
+DAMAGED = ["{", "[]", "\xff", '{"files": {}, "checksum": "crc 0"}']
 
 
 @pytest.mark.parametrize("content", DAMAGED)
@@ -323,8 +303,7 @@ def test_a_run_that_goes_on_is_not_finished_until_its_end(tmp_path):
     directory.check()
 
 
-DAMAGED_LINES = ["{damaged", "7", "[]", '{"loss": 1.0}', '{"step": "3"}', "\0\0", "\x80"]
-DAMAGED_LINES += ['{"step": 3, "loss": "2.5"}', '{"step": 3, "val_loss/a": [1]}', '{"step": 3, "tokens": {}}']
+DAMAGED_LINES = ["{damaged", "7", '{"loss": 1.0}', '{"step": "3"}', "\x80", '{"step": 3, "val_loss/a": [1]}']
 DAMAGED_LINES += ['{"step": 3, "loss": ' + "9" * 400 + "}", '{"step": 3, "n": ' + "[" * 100_000 + "}"]
 
 
@@ -448,31 +427,15 @@ def test_a_damaged_line_of_the_environment_is_found_at_the_start(tmp_path):
         opened(tmp_path)
 
 
-def test_every_start_notes_its_environment(tmp_path):
-    directory = TrainingDirectory(tmp_path)
-    for devices in (1, 2):
-        directory.note_environment(torch.device("cpu"), devices)
-    lines = [json.loads(line) for line in (tmp_path / "environment.jsonl").read_text().splitlines()]
-    assert [line["devices"] for line in lines] == [1, 2]
-    assert lines[0]["torch"] == torch.__version__
-
-
 def hold(path, held, release):
     with TrainingDirectory(path).locked():
         held.set()
         release.wait(30)
 
 
-@pytest.mark.parametrize(
-    ("place", "why"), [("x" * 300, "File name too long"), ("file/run", "Not a directory")]
-)
-def test_a_place_where_no_run_can_be_is_named(tmp_path, place, why):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(TrainingError, match=rf"cannot create the run directory .*{why}.* run_dir="):
-        opened(tmp_path / place)
-    if place != "file/run":
-        with pytest.raises(TrainingError, match=rf"{why}.*set run_dir="):
-            TrainingDirectory(tmp_path / place).is_finished_with(Settings())
+def test_a_place_where_no_run_can_be_is_named(tmp_path):
+    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
+        TrainingDirectory(tmp_path / ("x" * 300)).is_finished_with(Settings())
 
 
 def test_two_processes_cannot_train_the_same_run(tmp_path):
@@ -515,7 +478,7 @@ def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
 
 #: How a run executes or reports may change when it is continued, what it computes may not.
 EXECUTES = """hardware.micro_batch hardware.compile hardware.recompute log_every eval_every eval_sequences
-    sample_tokens checkpoint_every checkpoint_background keep_checkpoints milestone_every skip_nonfinite
+    sample_tokens checkpoint_every keep_checkpoints milestone_every skip_nonfinite
     spike.threshold probe.every data.sources.wiki.path data.validation.wiki"""
 COMPUTES = """hardware.dtype seed context train_sequences tps.warmup_steps optimizer.eps
     optimizer.min_lr_ratio model.qk_norm attention.smooth_k data.tokenizer data.sources.wiki.weight"""

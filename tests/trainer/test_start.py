@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -199,9 +200,7 @@ def test_a_branch_takes_no_code_from_its_run(trunk, train, typed, tmp_path):
     assert found.sample_prompt == found.data.tokenizer == "${oc.env:HOME}"
 
 
-LINKS = """.lock .saved .wandb_id .before DONE DIVERGED config.yaml metrics.jsonl spikes.jsonl
-    environment.jsonl log.txt loss.png config.yaml.7.tmp tensorboard profile export weights/config.json
-    weights weights/model.safetensors weights/tokenizer.json"""
+LINKS = ".lock .before DONE config.yaml metrics.jsonl tensorboard weights weights/model.safetensors"
 
 
 @pytest.mark.parametrize("name", LINKS.split())
@@ -242,34 +241,6 @@ def test_a_pipe_a_checkpoint_and_checkpoints_that_are_links_are_refused(trunk, t
     (run / "checkpoints").symlink_to(trunk / "checkpoints")  # to train would delete some
     with pytest.raises(ValueError, match="those of another run"):
         RunDirectory(run).records()
-
-
-REFUSED = [
-    (("model.n_layers=1",), "model.n_layers=2"),
-    (("optimizer=muon",), "optimizer.name=adamw"),
-    (("optimizer._target_=torch.optim.NAdam",), "takes no code from its run: give optimizer._target_"),
-    (("data.tokenizer=gpt2", "model.vocab_size=50304"), "data.tokenizer=bytes"),
-    (("branch_step=5",), "no checkpoint of step 5; there: 2, 4, 6, 8"),
-    ((), "has done all 8 steps of this run; raise steps"),
-]
-
-
-@pytest.mark.parametrize(("overrides", "told"), REFUSED)
-def test_a_branch_of_another_model_is_refused(train, trunk, tmp_path, overrides, told):
-    with pytest.raises(TrainingError, match=told):
-        train(f"branch_from={trunk}", *overrides, f"run_dir={tmp_path / 'branch'}")
-    assert not (tmp_path / "branch" / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("wrong", ["experiment=debug", "init_from=x"])
-def test_a_branch_has_one_origin(typed, trunk, wrong):
-    with pytest.raises(TrainingError, match="leave init_from and experiment out"):
-        typed(f"branch_from={trunk}", wrong)
-
-
-def test_a_place_without_a_run_is_named(typed, tmp_path):
-    with pytest.raises(TrainingError, match=rf"branch_from={tmp_path}: .*give the directory of a run"):
-        typed(f"branch_from={tmp_path}")
 
 
 # ---------------------------------------------------------------------- weights
@@ -314,44 +285,9 @@ def test_weights_beside_another_file_of_that_name_are_read(base, train_here, tmp
     train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'models' / 'mine'}")
 
 
-def refusal(train_here, folder, *overrides):
-    """Why a run from these weights is refused, which must be before anything is trained."""
-    with pytest.raises(TrainingError) as refused:
-        train_here(folder / "refused", *FROZEN, *overrides)
-    assert not (folder / "refused" / "metrics.jsonl").exists()
-    return str(refused.value)
-
-
-def test_another_shape_is_refused(base, train_here, compose_settings, tmp_path):
-    told = refusal(train_here, tmp_path, f"init_from={base}", "model.qk_norm=false", "model.d_ffn=64")
-    assert "use model.d_ffn=96 model.qk_norm=True (here d_ffn=64, qk_norm=False)" in told
+def test_a_tokenizer_of_more_tokens_than_the_weights_know_is_refused(base, compose_settings):
     with pytest.raises(SettingsError, match=r"use the tokenizer .* trained with: data\.tokenizer=.*weights$"):
         check(compose_settings("experiment=debug", f"init_from={base}", "data.tokenizer=gpt2"), 1)
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [(None, "config.json"), ("[]", "config.json"), ('{"model_type": "gpt2"}', "llama, qwen3")],
-)
-def test_a_folder_without_a_model_is_named(train_here, tmp_path, content, named):
-    if content:
-        (tmp_path / "config.json").write_text(content)
-    told = refusal(train_here, tmp_path, f"init_from={tmp_path}")
-    assert f"init_from={tmp_path}: " in told
-    assert named in told
-
-
-def test_an_empty_name_is_no_start_from_scratch(train_here, tmp_path):
-    """init_from=$WEIGHTS, with a variable that is not set."""
-    assert "init_from=: " in refusal(train_here, tmp_path, "init_from=")
-
-
-def test_damaged_weights_are_told_without_a_traceback(base, train_here, tmp_path):
-    (tmp_path / "weights").mkdir()
-    (tmp_path / "weights" / "config.json").write_text((base / "config.json").read_text())
-    (tmp_path / "weights" / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(TrainingError, match=r"model.safetensors is damaged"):
-        train_here(tmp_path / "run", *FROZEN, f"init_from={tmp_path / 'weights'}")
 
 
 def test_weights_bring_their_shape_and_tokenizer(typed, trunk):
@@ -378,3 +314,37 @@ def test_a_run_that_has_begun_does_not_need_the_weights_it_began_with(train, tru
     shutil.rmtree(run / "checkpoints" / "step_00000004")
     (run / "DONE").unlink()
     assert losses(train(*command)) == expected
+
+
+# ---------------------------------------------------------------------- what cannot be started from
+
+REFUSED = {  # what is typed, and what the error has of it
+    "branch_from=TRUNK model.n_layers=1": "model.n_layers=2",
+    "branch_from=TRUNK optimizer=muon": "optimizer.name=adamw",
+    "branch_from=TRUNK optimizer._target_=torch.optim.NAdam": "takes no code from its run",
+    "branch_from=TRUNK data.tokenizer=gpt2 model.vocab_size=50304": "data.tokenizer=bytes",
+    "branch_from=TRUNK branch_step=5": "no checkpoint of step 5; there: 2, 4, 6, 8",
+    "branch_from=TRUNK": "has done all 8 steps of this run; raise steps",
+    "branch_from=TRUNK experiment=debug": "leave init_from and experiment out",
+    "branch_from=TRUNK init_from=x": "leave init_from and experiment out",
+    "branch_from=EMPTY": "give the directory of a run",
+    "experiment=debug init_from=TRUNK/weights model.d_ffn=64": r"use model.d_ffn=96 \(here d_ffn=64\)",
+    "experiment=debug init_from=EMPTY": "config.json",
+    "experiment=debug init_from=GPT2": "llama, qwen3",
+    "experiment=debug init_from=": "init_from=: ",  # $WEIGHTS, a variable that is not set
+    "experiment=debug init_from=TORN": "model.safetensors is damaged",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_cannot_be_started_from_is_named_before_anything_is_trained(train, trunk, tmp_path, line):
+    for name in ("EMPTY", "GPT2", "TORN"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "GPT2" / "config.json").write_text('{"model_type": "gpt2"}')
+    shutil.copy(trunk / "weights" / "config.json", tmp_path / "TORN")
+    (tmp_path / "TORN" / "model.safetensors").write_bytes(b"torn")
+    words = line.replace("TRUNK", str(trunk))
+    words = re.sub("=(EMPTY|GPT2|TORN)", rf"={tmp_path}/\1", words).split()
+    with pytest.raises(TrainingError, match=REFUSED[line]):
+        train(*words, f"run_dir={tmp_path / 'run'}")
+    assert not (tmp_path / "run").exists()

@@ -12,8 +12,8 @@ from common.errors import SettingsError, TrainingError
 from data.corpus import ValidationSet
 from scripts import show_batch
 from trainer.checks import check
-from trainer.events import described, validation_record
 from trainer.export import model_card
+from trainer.loop import described, validation_record
 from trainer.run_directory import read_metrics
 
 SHORT = ("steps=6", "checkpoint_every=3", "eval_every=6", "sample_tokens=0", "probe.every=4")

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from model.config import LlamaConfig
 from model.llama import Llama
 from trainer.distributed import Ranks
-from trainer.events import validation_loss
+from trainer.loop import validation_loss
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 SMALL = LlamaConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, d_head=16, d_ffn=96, max_context=32)
