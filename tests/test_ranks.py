@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ import torch.distributed.run
 import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import rank_work, warm
-from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
+from tests.cli import ROOT, assert_same_run, losses, metrics, start, wait_for_step
 from trainer import distributed, identity, machine
 
 
@@ -97,12 +98,20 @@ def assert_close(expected: Path, found: Path, records: int = 7, tolerance: float
             assert left[key] == pytest.approx(right[key], rel=tolerance), (found.name, key, left, right)
 
 
-def torchrun(command: list[str]) -> list[str]:
-    script = torch.distributed.run.__file__
-    return [sys.executable, script, "--standalone", "--nproc-per-node=2", *command[1:]]
+def torchrun(command: list[str], *options: str) -> list[str]:
+    return [sys.executable, torch.distributed.run.__file__, *options, *command[1:]]
 
 
-def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(command, datasets, tmp_path):
+def as_two_nodes(command: list[str]) -> list[list[str]]:
+    """The commands of two machines with a rank each, which may be one machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+    return [torchrun(command, *common, f"--node-rank={node}") for node in (0, 1)]
+
+
+def test_a_killed_rank_ends_the_run_and_two_nodes_continue_it_exactly(command, datasets, tmp_path):
     overrides = ("steps=9", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
     killed = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'killed'}")
     whole = warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'whole'}")
@@ -111,11 +120,13 @@ def test_a_killed_rank_ends_the_run_with_the_reason_and_it_continues_exactly(com
     assert "was ended by SIGKILL: the kernel does that when memory runs out" in told
     assert "The same command continues" in told
     assert "Traceback" not in told
-    told = kill_a_rank_at_step(torchrun(killed), tmp_path / "killed", 7)
+    on_one_node = torchrun(killed, "--standalone", "--nproc-per-node=2")
+    told = kill_a_rank_at_step(on_one_node, tmp_path / "killed", 7)
     assert "Signal 9 (SIGKILL)" in told
     assert "lost the other ranks" in told
     assert "The same command continues" in told
-    warm.two_ranks(warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / 'killed'}"), [], [])
+    nodes = [subprocess.Popen(x, cwd=ROOT, stderr=subprocess.DEVNULL) for x in as_two_nodes(killed)]
+    assert [node.wait(120) for node in nodes] == [0, 0]
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
