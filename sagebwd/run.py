@@ -60,6 +60,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not options.program:
         parser.error("name the program: a Python file, -m and a module, or a command")
+    if sys.flags.ignore_environment:
+        parser.error("python's options -E and -I hide PYTHONPATH, which the program needs; leave them out")
     chosen = [name for name in REPLACED if getattr(options, name)] or ["sdpa", *_installed()]
     os.environ[VARIABLE] = ",".join([options.preset, *chosen])
     os.environ[FIRST_PROCESS] = str(os.getpid())
@@ -96,7 +98,11 @@ def _command(program: list[str], is_module: bool) -> list[str] | None:
 def _interpreter_options() -> list[str]:
     """What stands between ``python`` and ``-m sagebwd.run``, such as ``-u``."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    return before[: before.index("-m")] if "-m" in before else []
+    if len(before) < 2:
+        return []
+    *options, last, _ = before
+    last = last.removesuffix("m")  # of -m, or of -um
+    return options if last == "-" else [*options, last]
 
 
 # --- In the processes of the program -----------------------------------------------------------------------
