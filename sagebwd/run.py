@@ -28,6 +28,7 @@ from sagebwd import usage
 from sagebwd.config import PRESETS
 from sagebwd.integrations import stand_in
 from sagebwd.integrations.sdpa import patch_sdpa
+from sagebwd.integrations.stand_in import is_imported_from_elsewhere
 
 #: Tells the processes of the program what to replace: a preset and :data:`REPLACED`, with commas between.
 VARIABLE = "SAGEBWD_RUN"
@@ -144,9 +145,8 @@ def _is_first_rank() -> bool:
 
 def _caveats(patched: object) -> Iterator[str]:
     """What the report does not count."""
-    chosen = os.environ[VARIABLE].split(",")
-    others = {"xformers": "xformers", **stand_in.LIBRARIES}
-    imported = [library for name, library in others.items() if library in sys.modules and name not in chosen]
+    imported = [name for name in ("xformers",) if name in sys.modules]
+    imported += [library for name, library in stand_in.LIBRARIES.items() if is_imported_from_elsewhere(name)]
     if imported:
         yield f"The program imported {', '.join(imported)}, whose attention is not replaced."
     now = F.scaled_dot_product_attention
