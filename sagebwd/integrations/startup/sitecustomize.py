@@ -15,9 +15,9 @@ from pathlib import Path
 
 
 class _AfterTorch:
-    """A finder of torch, after whose import it calls ``sagebwd.run.patch_process``, and of this sagebwd.
+    """A finder that calls ``sagebwd.run.patch_process`` right after torch is imported.
 
-    The program may not find sagebwd: not from its own folder, nor where another interpreter runs it.
+    It also finds sagebwd, which the program itself may not find, from another folder or interpreter.
     """
 
     has_patched = False
