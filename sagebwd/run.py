@@ -28,6 +28,7 @@ from sagebwd import usage
 from sagebwd.config import PRESETS
 from sagebwd.integrations import stand_in
 from sagebwd.integrations.sdpa import patch_sdpa
+from sagebwd.integrations.stand_in import is_imported_from_elsewhere
 
 #: Tells the processes of the program what to replace: a preset and :data:`REPLACED`, with commas between.
 VARIABLE = "SAGEBWD_RUN"
@@ -60,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if not options.program:
         parser.error("name the program: a Python file, -m and a module, or a command")
+    if sys.flags.ignore_environment:
+        parser.error("python's options -E and -I hide PYTHONPATH, which the program needs; leave them out")
     chosen = [name for name in REPLACED if getattr(options, name)] or ["sdpa", *_installed()]
     os.environ[VARIABLE] = ",".join([options.preset, *chosen])
     os.environ[FIRST_PROCESS] = str(os.getpid())
@@ -96,7 +99,11 @@ def _command(program: list[str], is_module: bool) -> list[str] | None:
 def _interpreter_options() -> list[str]:
     """What stands between ``python`` and ``-m sagebwd.run``, such as ``-u``."""
     before = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv) + 1]
-    return before[: before.index("-m")] if "-m" in before else []
+    if len(before) < 2:
+        return []
+    *options, last, _ = before
+    last = last.removesuffix("m")  # of -m, or of -um
+    return options if last == "-" else [*options, last]
 
 
 # --- In the processes of the program -----------------------------------------------------------------------
@@ -138,9 +145,8 @@ def _is_first_rank() -> bool:
 
 def _caveats(patched: object) -> Iterator[str]:
     """What the report does not count."""
-    chosen = os.environ[VARIABLE].split(",")
-    others = {"xformers": "xformers", **stand_in.LIBRARIES}
-    imported = [library for name, library in others.items() if library in sys.modules and name not in chosen]
+    imported = [name for name in ("xformers",) if name in sys.modules]
+    imported += [library for name, library in stand_in.LIBRARIES.items() if is_imported_from_elsewhere(name)]
     if imported:
         yield f"The program imported {', '.join(imported)}, whose attention is not replaced."
     now = F.scaled_dot_product_attention

@@ -70,6 +70,8 @@ def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
         return "nested tensors"
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
     device = query.device.type
     if device not in ("cpu", "cuda"):
         return f"tensors on {device}"
@@ -118,6 +120,8 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         return attend(query, key, value, layout, attention=attention, scale=scale, config=config)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
+    scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it for a model that holds it
+    scaled_dot_product_attention.__qualname__ = NAME
     scaled_dot_product_attention.original = original
     return scaled_dot_product_attention
 

@@ -37,6 +37,12 @@ def config_of(name: str) -> SageConfig:
     return _configs.get(name, DEFAULT_CONFIG)
 
 
+def is_imported_from_elsewhere(name: str) -> bool:
+    """Whether a library of :data:`LIBRARIES` is imported and is not SageBwd."""
+    module = sys.modules.get(LIBRARIES[name])
+    return module is not None and not str(getattr(module, "__file__", None)).startswith(str(FOLDERS / name))
+
+
 def install(name: str, config: SageConfig) -> None:
     """Make ``import`` of a library give SageBwd, and log so once. Called again, it sets another ``config``.
 
@@ -50,8 +56,8 @@ def install(name: str, config: SageConfig) -> None:
     """
     check_config(config)
     library, folder = LIBRARIES[name], str(FOLDERS / name)
-    found = getattr(sys.modules.get(library), "__file__", None)
-    if library in sys.modules and not str(found).startswith(folder):
+    if is_imported_from_elsewhere(name):
+        found = getattr(sys.modules[library], "__file__", None)
         raise RuntimeError(
             f"{library} is already imported from {found or 'elsewhere'}; install SageBwd in its place before "
             "anything imports it"

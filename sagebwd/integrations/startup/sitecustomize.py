@@ -15,13 +15,21 @@ from pathlib import Path
 
 
 class _AfterTorch:
-    """A finder that finds nothing, and calls ``sagebwd.run.patch_process`` when torch is imported."""
+    """A finder that calls ``sagebwd.run.patch_process`` right after torch is imported.
+
+    It also finds sagebwd, which the program itself may not find, from another folder or interpreter.
+    """
+
+    has_patched = False
 
     def find_spec(self, name, path, target=None):
         if name not in ("torch", "sagebwd"):
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
+        if name == "sagebwd":
+            spec = PathFinder.find_spec(name, [str(Path(__file__).parents[3])])
+        else:
+            others = [finder for finder in sys.meta_path if finder is not self]
+            spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
@@ -35,8 +43,8 @@ class _AfterTorch:
     def _patch(self, name):
         if name == "torch" and "sagebwd" in sys.modules:
             return  # which imports torch, and can be used when it is itself imported
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        if not self.has_patched:
+            self.has_patched = True
             from sagebwd.run import patch_process
 
             patch_process()

@@ -106,10 +106,8 @@ def rows(found):
 
 
 def test_a_program_runs_as_without_it(run):
-    plain = run("-u", "program.py", "--sdpa", "-m", "x")
-    found = run(
-        "-u", "-m", "sagebwd.run", "--sdpa", "--preset", "low_bias", "program.py", "--sdpa", "-m", "x"
-    )
+    plain = run("-bu", "program.py", "--sdpa", "-m", "x")
+    found = run("-bum", "sagebwd.run", "--sdpa", "--preset", "low_bias", "program.py", "--sdpa", "-m", "x")
     assert found.stdout == plain.stdout
     assert "as ever" in plain.stdout
     assert "0 from stdin" in plain.stdout
@@ -135,6 +133,26 @@ def test_the_report_names_what_ran_and_what_did_not(run):
     ]
 
 
+def test_a_program_that_does_not_find_sagebwd(run, tmp_path):
+    """As from a checkout where it is not installed. Here it finds another module of this name."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "sagebwd.py").touch()
+    (elsewhere / "xformers.py").touch()
+    (elsewhere / "trains.py").write_text(TRAINS)
+    found = run("-m", "sagebwd.run", "--sdpa", "--sageattention", "elsewhere/trains.py")
+    assert found.returncode == 0, found.stderr
+    assert "sageattn 1 INT8 (reference)" in rows(found)
+
+
+def test_a_library_beside_the_program_is_named(run, tmp_path):
+    """Python finds it before the one that an option puts in its place."""
+    (tmp_path / "flash_attn_interface.py").touch()
+    (tmp_path / "program.py").write_text("import torch, flash_attn_interface")
+    found = run("-m", "sagebwd.run", "--flash-attn-3", "program.py")
+    assert rows(found)[-1] == "The program imported flash_attn_interface, whose attention is not replaced."
+
+
 def test_models_of_transformers_and_diffusers(run):
     pytest.importorskip("diffusers")
     found = run("-m", "sagebwd.run", "--sageattention", "--flash-attn", "--sdpa", "models.py")
@@ -156,6 +174,14 @@ def test_a_command_and_the_ranks_that_it_starts(run):
     for line in ("sageattn runs in INT8 (reference)", "sageattn 1 INT8 (reference)"):
         assert rows(found).count(line) == 1
     assert found.stderr.count("itself made no call") == 1
+
+
+def test_an_interpreter_that_ignores_the_environment_is_refused(run):
+    start = f"import sys; sys.path.append({str(ROOT)!r}); from sagebwd.run import main; main(['trains.py'])"
+    for option in ("-E", "-I"):
+        found = run(option, "-c", start)
+        assert found.returncode == 2
+        assert "leave them out" in found.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import pickle
 import sys
 import threading
 import types
@@ -90,6 +91,21 @@ def test_what_stays_in_full_precision():
     rows = report(clear=True).rows
     assert {row.name for row in rows} == {"scaled_dot_product_attention"}
     assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
+
+
+def test_torch_func_transforms_stay_in_full_precision():
+    """SageBwd has no gradient under them."""
+    x = torch.randn(1, 2, 5, 8)
+    gradient = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).square().sum())
+    truth = gradient(x)
+    with torch_flash.patch_sdpa(), pytest.warns(UserWarning, match=r"a transform of torch\.func"):
+        assert torch.equal(gradient(x), truth)
+
+
+def test_a_model_that_holds_the_function_is_pickled():
+    """As torch.save and processes that are spawned do it."""
+    with torch_flash.patch_sdpa():
+        assert pickle.loads(pickle.dumps(F.scaled_dot_product_attention)) is F.scaled_dot_product_attention
 
 
 @pytest.mark.parametrize(
