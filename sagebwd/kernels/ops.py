@@ -374,24 +374,27 @@ def _forward_with_lse(
         result = _run_forward(q, k, v, params, **({"together": True} if params.packs else {}))
     if sinks is None and not with_lse:
         return result, None
-    lse = natural_lse(q, result.lse, result.k_mean, params)
-    return (result, lse) if sinks is None else add_sinks(result, lse, sinks, params)
+    whole = ForwardResult(*result)
+    lse = natural_lse(q, whole.lse, whole.k_mean, params)
+    return (result, lse) if sinks is None else add_sinks(whole, lse, sinks, params)
 
 
 def _gradients_with_lse(
     saved: _Saved, grad_out: Tensor | None, grad_lse: Tensor | None, needs_qkv: bool
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and dsinks."""
-    result, params, (lse, sinks) = saved.result, saved.params, saved.others
+    params, (lse, sinks) = saved.params, saved.others
+    if grad_lse is None and sinks is None:
+        return (*saved.gradients(grad_out), None)
+    result = ForwardResult(*saved.result)
     grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
     of_result = grad_lse
     if grad_lse is not None:  # the lse of a query without keys is a constant
         of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
-    dq = dk = dv = dsinks = None
+    dq = dk = dv = None
     if needs_qkv:
         dq, dk, dv = saved.gradients(grad_out, of_result)
-    if grad_lse is not None or sinks is not None:
-        dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
+    dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
     return dq, dk, dv, dsinks
 
 

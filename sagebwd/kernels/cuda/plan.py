@@ -251,7 +251,7 @@ class Plan:
 
 
 class KeptResult:
-    """A :class:`ForwardResult` most of whose tensors lie in one, of which views are made when asked for.
+    """A :class:`ForwardResult` most of whose tensors lie in one; iterating makes views of it.
 
     To allocate, save and free a tensor takes the host longer than a launch.
     """
@@ -278,9 +278,6 @@ class KeptResult:
                 begin, shape, strides, dtype = part
                 x = x[begin : begin + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
             yield x
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(ForwardResult(*self), name)
 
 
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
