@@ -17,12 +17,22 @@ def stand_in(like: Tensor, heads: int, tokens: int) -> Tensor:
     return like.new_empty_strided((like.shape[0], heads, tokens, like.shape[3]), (0, 0, 0, 0))
 
 
-def empty_result(x: Tensor) -> Tensor:
-    """An uninitialized tensor like x (B, H, N, D); for a :func:`stand_in` laid out token by token."""
-    if x.stride(3) != 0:
+def empty_result(x: Tensor, params: AttentionParams) -> Tensor:
+    """An uninitialized tensor like x (B, H, N, D), laid out as kernels do.
+
+    Those that pack lay it out token by token for a :func:`stand_in`, and so for any x whose channels are one.
+    """
+    if x.stride(3) != 0 or not params.packs:
         return torch.empty_like(x)
     batch, heads, tokens, channels = x.shape
     return x.new_empty(batch, tokens, heads, channels).transpose(1, 2)
+
+
+def is_virtual(x: Tensor | None) -> bool:
+    """Whether its memory does not hold it: a lazy minus, a zero without memory, a batch of gradients."""
+    return x is not None and (
+        x.is_neg() or x._is_zerotensor() or torch._C._functorch.is_legacy_batchedtensor(x)
+    )
 
 
 class Segments(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from sagebwd.interface import AttentionParams, ForwardResult
-from sagebwd.kernels.layout import document_starts
+from sagebwd.kernels.layout import document_starts, is_virtual
 
 
 def natural_lse(q: Tensor, lse: Tensor, k_mean: Tensor, params: AttentionParams) -> Tensor:
@@ -63,7 +63,7 @@ def add_sinks(
     With O and lse of the softmax over one key more, P = exp(S − lse), δ = rowsum(dO ∘ O) and all that follows
     are right as they are, up to what :func:`finish_gradients` adds.
     """
-    if (kernels := _kernels(lse, params)) is not None:
+    if (kernels := _kernels(params, lse)) is not None:
         with torch.cuda.device_of(lse):
             return kernels.add_sinks(result, lse, sinks.contiguous(), params)
     has_residual = params.config.compensate_o
@@ -99,7 +99,7 @@ def finish_gradients(
     lacks_term = dq is not None and saved.k_mean.shape[-1] > 0
     if sinks is None and not lacks_term:
         return dq, None
-    if (kernels := _kernels(saved.lse, params)) is not None:
+    if (kernels := _kernels(params, saved.lse, grad_out, grad_lse)) is not None:
         tensors = [None if x is None else x.contiguous() for x in (grad_lse, sinks)]
         document = _document_of_queries(saved.lse.shape[-1], params)
         with torch.cuda.device_of(saved.lse):
@@ -115,9 +115,11 @@ def finish_gradients(
         total = of_sink if grad_lse is None else of_sink + grad_lse
         dsinks = -of_sink.sum((0, 2)).to(sinks.dtype)
     if lacks_term:
-        total = total.masked_fill(saved.lse == -torch.inf, 0.0).unflatten(1, (saved.k_mean.shape[1], -1))
+        total = total.masked_fill(saved.lse == -torch.inf, 0.0)
+        # Neither unflatten nor flatten, which is_grads_batched of torch.autograd.grad does not know.
+        total = total.view(total.shape[0], saved.k_mean.shape[1], -1, total.shape[2])
         term = params.scale * total.unsqueeze(-1) * _means_of_queries(dq, saved.k_mean, params)
-        dq = (dq + term.flatten(1, 2)).to(dq.dtype)
+        dq = (dq + term.view(dq.shape)).to(dq.dtype)
     return dq, dsinks
 
 
@@ -130,7 +132,7 @@ def _shifted(
     q: Tensor, lse: Tensor, k_mean: Tensor, params: AttentionParams, lse_factor: float, shift_factor: float
 ) -> Tensor:
     """lse · lse_factor + q·μ · shift_factor, μ being the mean of K, if smoothed, in a query's document."""
-    if k_mean.shape[-1] and (kernels := _kernels(lse, params)) is not None:
+    if k_mean.shape[-1] and (kernels := _kernels(params, lse, q)) is not None:
         document = _document_of_queries(lse.shape[-1], params)
         with torch.cuda.device_of(lse):
             return kernels.shifted(q, lse, k_mean, document, lse_factor, shift_factor, params.documents)
@@ -166,14 +168,16 @@ def _document_of_queries(n: int, params: AttentionParams) -> Tensor | None:
     return torch.searchsorted(ends, tokens, right=True).clamp(max=params.documents - 1)
 
 
-def _kernels(x: Tensor, params: AttentionParams) -> ModuleType | None:
-    """The Triton kernels, where x can be given to them and nobody looks for PyTorch's operators."""
+def _kernels(params: AttentionParams, x: Tensor, *others: Tensor | None) -> ModuleType | None:
+    """The Triton kernels, where these can be given to them and nobody looks for PyTorch's operators."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
         return None
     is_transformed = torch._C._are_functorch_transforms_active()
     is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
     runs_triton = params.kernels == "triton" or (params.kernels != "reference" and x.is_cuda)
-    return _triton_kernels() if runs_triton and not (is_transformed or is_traced or x.is_meta) else None
+    if is_transformed or is_traced or x.is_meta or any(map(is_virtual, others)):
+        return None
+    return _triton_kernels() if runs_triton else None
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, kernel_set, nothing_packed
-from sagebwd.kernels.layout import block_count, empty_result, padded_head_dim, stand_in
+from sagebwd.kernels.layout import block_count, empty_result, is_virtual, padded_head_dim, stand_in
 from sagebwd.kernels.lse import add_sinks, finish_gradients, log_of_base, natural_lse, with_sinks
 from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
@@ -65,13 +65,13 @@ def _run_forward(
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
     params = AttentionParams.unflatten(*arguments)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-    out_residual = torch.empty_like(q) if params.config.compensate_o else q.new_empty(0)
+    out_residual = empty_result(q, params) if params.config.compensate_o else q.new_empty(0)
     columns = params.documents * _mean_channels(k, params) if params.config.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
     packed = nothing_packed(q)
     if params.pack_for_backward and params.packs:
         packed = (q.new_empty(shape, dtype=torch.uint8) for shape in _packed_shapes(q, k, params))
-    return ForwardResult(torch.empty_like(q), lse, k_mean, out_residual, *packed)
+    return ForwardResult(empty_result(q, params), lse, k_mean, out_residual, *packed)
 
 
 def _backward(
@@ -140,10 +140,11 @@ def _fake_backward(
     kv_heads: int,
     kv_tokens: int,
     out: Tensor,
-    *_: Any,
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
-    return torch.empty_like(q), empty_result(k), empty_result(v)
+    params = AttentionParams.unflatten(*others[5 : 5 + PARAMETERS])
+    dq, dk, dv = (empty_result(x, params) for x in _with_stand_ins(q, k, v, kv_heads, kv_tokens, out))
+    return dq, dk, dv
 
 
 def _with_stand_ins(
@@ -269,7 +270,7 @@ class _Saved(NamedTuple):
         """dq, dk, dv; with create_graph the operator refuses to give more."""
         needed, kv_sizes, result, params, _ = self
         grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
-        tensors = (grad_out, *needed, *result.tensors, *params.boundaries)
+        tensors = (grad_out, grad_lse, *needed, *result.tensors, *params.boundaries)
         if not torch.is_grad_enabled() and not _is_watched(*tensors):
             if isinstance(result, ForwardResult):  # of an operator, or of kernels that do not pack
                 params = params._replace(window=params.window.narrowed(result.out.shape[2], kv_sizes[1]))
@@ -330,20 +331,13 @@ def _is_watched(*tensors: Tensor | None) -> bool:
     return (
         not PLAIN_TYPES.issuperset(map(type, tensors))
         or tensors[0].is_meta
-        or any(map(_is_odd, tensors))
+        or any(map(is_virtual, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._get_tracing_state() is not None
         or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
-    )
-
-
-def _is_odd(x: Tensor | None) -> bool:
-    """Whether its memory does not hold it: a lazy minus, a zero without memory, a batch of gradients."""
-    return x is not None and (
-        x.is_neg() or x._is_zerotensor() or torch._C._functorch.is_legacy_batchedtensor(x)
     )
 
 
@@ -380,24 +374,27 @@ def _forward_with_lse(
         result = _run_forward(q, k, v, params, **({"together": True} if params.packs else {}))
     if sinks is None and not with_lse:
         return result, None
-    lse = natural_lse(q, result.lse, result.k_mean, params)
-    return (result, lse) if sinks is None else add_sinks(result, lse, sinks, params)
+    whole = ForwardResult(*result)
+    lse = natural_lse(q, whole.lse, whole.k_mean, params)
+    return (result, lse) if sinks is None else add_sinks(whole, lse, sinks, params)
 
 
 def _gradients_with_lse(
     saved: _Saved, grad_out: Tensor | None, grad_lse: Tensor | None, needs_qkv: bool
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and dsinks."""
-    result, params, (lse, sinks) = saved.result, saved.params, saved.others
+    params, (lse, sinks) = saved.params, saved.others
+    if grad_lse is None and sinks is None:
+        return (*saved.gradients(grad_out), None)
+    result = ForwardResult(*saved.result)
     grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
     of_result = grad_lse
     if grad_lse is not None:  # the lse of a query without keys is a constant
         of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
-    dq = dk = dv = dsinks = None
+    dq = dk = dv = None
     if needs_qkv:
         dq, dk, dv = saved.gradients(grad_out, of_result)
-    if grad_lse is not None or sinks is not None:
-        dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
+    dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
     return dq, dk, dv, dsinks
 
 

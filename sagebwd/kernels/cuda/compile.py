@@ -17,7 +17,7 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -110,12 +110,13 @@ _cores = threading.Semaphore(os.cpu_count() or 1)
 def start_compiling(sources: Sources, source: str, defines: Defines) -> Future[bytes]:
     """The CUBIN of :func:`load_or_compile`, made once, in a thread. What failed is tried again.
 
-    NVRTC does not hold Python's lock, and compiles several sources at a time.
+    NVRTC does not hold Python's lock, and compiles several sources at a time. When the main thread ends, what
+    has not begun is cancelled.
     """
     key = (sources, source, *_macros(defines))
     with _cubins_lock:
         future = _cubins.get(key)
-        if future is None or (future.done() and future.exception()):
+        if future is None or future.cancelled() or (future.done() and future.exception()):
             future = Future()
             threading.Thread(target=_compile_into, args=(future, sources, source, defines)).start()
             _cubins[key] = future
@@ -124,12 +125,25 @@ def start_compiling(sources: Sources, source: str, defines: Defines) -> Future[b
 
 def _compile_into(future: Future[bytes], *arguments: Any) -> None:
     with _cores:
+        if not threading.main_thread().is_alive():  # the process waits for this thread to end
+            future.cancel()
+            return
         try:
-            if not threading.main_thread().is_alive():  # the process waits for this thread to end
-                raise RuntimeError("kernels are not compiled any more: the process ends")
             future.set_result(load_or_compile(*arguments))
         except BaseException as error:
             future.set_exception(error)
+
+
+def finish_compiling(sources: Sources, source: str, defines: Defines) -> bytes:
+    """Wait for the CUBIN of :func:`start_compiling`.
+
+    Raises:
+        RuntimeError: it does not compile; with the compiler's log.
+    """
+    try:
+        return start_compiling(sources, source, defines).result()
+    except CancelledError:  # the main thread has ended, and this one goes on
+        return load_or_compile(sources, source, defines)
 
 
 def load_or_compile(sources: Sources, source: str, defines: Defines) -> bytes:

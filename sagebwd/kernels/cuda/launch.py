@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sagebwd.interface import AttentionParams
-from sagebwd.kernels.cuda.compile import Defines, Sources, checked, start_compiling
+from sagebwd.kernels.cuda.compile import Defines, Sources, checked, finish_compiling, start_compiling
 from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.window import CAUSAL
 
@@ -174,7 +174,7 @@ def _load(
     sources: Sources, source: str, name: str, shared_bytes: int, device: int, defines: Defines
 ) -> Kernel:
     """Wait for the compiler, and load on a device, whose context becomes this thread's current one."""
-    cubin = start_compiling(sources, source, defines).result()
+    cubin = finish_compiling(sources, source, defines)
     launcher = _driver()
     try:
         launcher.make_current(device)

@@ -192,10 +192,14 @@ class Plan:
         self._results = [places[x][0] for x in results if x not in kept]
         if together:
             self._results.append(len(whole) + 1)
-            found = [(self._results.index(places[x][0]), places[x][1]) for x in results]
-            #: Of each result: which returned tensor has it, from which byte on; its shape, strides and dtype.
+            #: Of each result: which returned tensor has it and, if that is the shared one, what of it: the
+            #: first byte, shape, strides and dtype.
             self.fields = [
-                (*place, x.shape, x.stride(), x.dtype) for place, x in zip(found, results, strict=True)
+                (
+                    self._results.index(places[x][0]),
+                    (places[x][1], x.shape, x.stride(), x.dtype) if x in kept else None,
+                )
+                for x in results
             ]
             self.input_shapes = [x.shape for x in self.operands[:inputs]]
         self._pointers, self._described = [], []
@@ -247,13 +251,16 @@ class Plan:
 
 
 class KeptResult:
-    """A :class:`ForwardResult` most of whose tensors lie in one, of which views are made when asked for.
+    """A :class:`ForwardResult` most of whose tensors lie in one; iterating makes views of it.
 
     To allocate, save and free a tensor takes the host longer than a launch.
     """
 
     def __init__(self, plan: Plan, *tensors: Tensor) -> None:
-        self.plan, self.tensors = plan, tensors
+        *whole, shared = tensors
+        if shared.data_ptr() % 16:  # a hook of saved tensors put it among others
+            shared = shared.clone()
+        self.plan, self.tensors = plan, (*whole, shared)
 
     @property
     def restore(self) -> Callable[..., KeptResult]:
@@ -265,14 +272,12 @@ class KeptResult:
         return self.tensors[0]
 
     def __iter__(self) -> Iterator[Tensor]:
-        for index, offset, shape, strides, dtype in self.plan.fields:
+        for index, part in self.plan.fields:
             x = self.tensors[index]
-            if x.dtype != dtype or x.shape != shape:
-                x = x[offset : offset + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
+            if part is not None:
+                begin, shape, strides, dtype = part
+                x = x[begin : begin + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
             yield x
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(ForwardResult(*self), name)
 
 
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
@@ -307,7 +312,8 @@ def planned_backward(write: Callable[..., Sequence[Operand]]) -> Callable[..., t
 
     def write_kept(*operands: Any, forward: Plan) -> Sequence[Operand]:
         grad_out, *qkv, grad_lse = operands[:5]
-        saved = [operands[5 + index].part(*place) for index, *place in forward.fields]
+        tensors = [(operands[5 + index], part) for index, part in forward.fields]
+        saved = [x if part is None else x.part(*part) for x, part in tensors]
         for i, shape in enumerate(forward.input_shapes[:3]):
             if qkv[i] is None:  # it was packed: of dQ's layout, or of none
                 qkv[i] = saved[0] if i == 0 else grad_out.part(0, shape, (0,) * 4, grad_out.dtype)

@@ -90,12 +90,17 @@ def registrations(kernel_set):
         "contiguous": (torch.clone, False, default),
         "packed, token-major": (token_major, True, compensating),
         "every_other": (every_other, False, SageConfig.strictly_causal()),
+        "one channel": (one_channel, False, default),
     }
     if not kernel_set.is_cuda:
         few = cases if kernel_set.is_gpu or kernel_set.is_reference else ["packed, token-major"]
         return named_rows({name: (*cases[name], False) for name in few})
     if kernel_set.is_emulated:
-        cases = {"whole": (token_major, False, default), "packed": (torch.clone, True, default)}
+        cases = {
+            "whole": (token_major, False, default),
+            "packed": (torch.clone, True, default),
+            "one channel": (one_channel, False, default),
+        }
         return named_rows({name: (*case, True) for name, case in cases.items()})
     layouts = {"contiguous": torch.clone, "token_major": token_major, "every_other": every_other}
     return named_rows(
@@ -112,6 +117,11 @@ def registrations(kernel_set):
             for setting, config in (("default", default), ("consistent", SageConfig.consistent()))
         }
     )
+
+
+def one_channel(x):
+    """Expanded to all channels."""
+    return x[..., :1].expand_as(x)
 
 
 def named_rows(rows):
@@ -258,6 +268,22 @@ def test_the_operators_may_be_seen_in_one_direction_alone(sample, kernel_set, se
     assert_same(run(*contexts), run(nullcontext(), nullcontext()))
 
 
+def into_a_buffer(x):
+    """A contiguous copy, aligned as its elements must be and no more."""
+    buffer = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return buffer[1:].view(x.shape).copy_(x)
+
+
+@emulated_too
+@pytest.mark.parametrize("pack", [lambda x: x.contiguous(), into_a_buffer], ids=["contiguous", "buffer"])
+def test_hooks_may_lay_out_anew_what_is_saved(sample, causal, pack):
+    """As ``save_on_cpu(pin_memory=True)`` does, and whoever moves all of it in one buffer."""
+    inputs = [*map(token_major, sample(40))]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = gradients(causal, *inputs)
+    assert_same(found, gradients(causal, *inputs))
+
+
 @emulated_too
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_memory_is_freed_with_the_output(sample, causal, is_watched):
@@ -295,23 +321,30 @@ def test_vmap_over_more_than_one(sample, causal):
     assert_same(found, [torch.stack(pair) for pair in expected])
 
 
-def test_gradients_in_batches(sample, causal):
+@emulated_too
+@pytest.mark.parametrize("of", ["out", "lse", "both"])
+def test_gradients_in_batches(sample, kernel_set, of):
     *inputs, grad_out = sample()
     leaves = [x.requires_grad_() for x in inputs]
-    grads = torch.stack([grad_out, grad_out.flip(2)])
-    out = causal(*leaves)
-    found = torch.autograd.grad(out, leaves, grads, is_grads_batched=True, retain_graph=True)
-    wanted = [torch.autograd.grad(out, leaves, x, retain_graph=True) for x in grads]
+    out, lse = operators.attention(kernel_set.name, return_lse=True)(*leaves)
+    results = {"out": [out], "lse": [lse], "both": [out, lse]}[of]
+    grad_of = {out: grad_out, lse: grad_out[..., 0].float()}
+    grads = [torch.stack([grad_of[x], grad_of[x].flip(2)]) for x in results]
+    found = torch.autograd.grad(results, leaves, grads, is_grads_batched=True, retain_graph=True)
+    wanted = [torch.autograd.grad(results, leaves, x, retain_graph=True) for x in zip(*grads, strict=True)]
     wanted = tuple(torch.stack(x) for x in zip(*wanted, strict=True))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @emulated_too
-def test_a_minus_that_torch_has_put_off(sample, causal):
+def test_a_minus_that_torch_has_put_off(sample, kernel_set):
+    function = operators.attention(kernel_set.name, return_lse=True)
     q, k, v, _ = sample()
     minus = torch.view_as_complex(torch.stack([q, q], -1)).conj().imag
     assert minus.is_neg()
-    assert torch.equal(causal(minus, k, v), causal(-q, k, v))
+    (out, lse), (wanted, wanted_lse) = function(minus, k, v), function(-q, k, v)
+    assert torch.equal(out, wanted)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-6)  # perhaps of other kernels
 
 
 def test_a_window_wider_than_the_keys_in_a_compiled_backward(sample, kernel_set):

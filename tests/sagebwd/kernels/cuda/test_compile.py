@@ -338,6 +338,28 @@ def test_a_fork_and_the_end_of_the_process_do_not_wait_for_all_that_was_asked_fo
     assert 2 <= ended.stdout.count("compiles") < 40
 
 
+#: The main thread ends while another goes on, which then needs a kernel, twice.
+OUTLIVES_THE_MAIN_THREAD = """
+import threading
+from sagebwd.kernels.cuda import compile as compiler
+
+compiler.load_or_compile = lambda sources, source, defines: source.encode()
+
+def train():
+    threading.main_thread().join()
+    sources = compiler.Sources("sm_80", ())
+    print(*(compiler.finish_compiling(sources, "forward", {}) for _ in range(2)))
+
+threading.Thread(target=train).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_thread_gets_its_kernels():
+    command = [sys.executable, "-c", OUTLIVES_THE_MAIN_THREAD]
+    ended = subprocess.run(command, cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert ended.stdout.strip() == "b'forward' b'forward'", ended.stderr
+
+
 # --- Without a compiler -------------------------------------------------------------------------------------
 
 

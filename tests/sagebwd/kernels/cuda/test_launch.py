@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from sagebwd.kernels.cuda import compile as compiler
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
@@ -141,7 +142,8 @@ def starts(monkeypatch):
     begun, ready = [], Future()
     ready.set_result(b"CUBIN")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "start_compiling", lambda _, source, __: begun.append(source) or ready)
+    for module in (launch, compiler):
+        monkeypatch.setattr(module, "start_compiling", lambda _, source, __: begun.append(source) or ready)
     launch._loader.cache_clear()
     yield begun
     launch._loader.cache_clear()
