@@ -44,6 +44,7 @@ GPUS = {
     "L40S": Gpu(362.0, 44.4),
     "RTX 3090": Gpu(71.0, 23.6),
     "RTX 4090": Gpu(165.2, 23.6),
+    "RTX 5090": Gpu(209.5, 31.4),
 }
 
 #: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.

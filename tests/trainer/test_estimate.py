@@ -183,6 +183,7 @@ def test_the_limit_of_a_control_group_is_found(tmp_path, monkeypatch):
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-PCIE-40GB", 312),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA GeForce RTX 5090", 209.5),
         ("NVIDIA L40", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
