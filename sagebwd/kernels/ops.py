@@ -55,11 +55,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, **options: bool
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
 ) -> ForwardResult | KeptResult:
-    """``options``: see :mod:`sagebwd.interface`."""
+    """``together``: see :mod:`sagebwd.interface`."""
+    forward = kernel_set(params.kernels).forward
     with _on_device_of(q):
-        return kernel_set(params.kernels).forward(q, k, v, params, **options)
+        return forward(q, k, v, params, together=True) if together else forward(q, k, v, params)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
@@ -371,7 +372,7 @@ def _forward_with_lse(
     if _is_watched(q, k, v, *params.boundaries):
         result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
     else:
-        result = _run_forward(q, k, v, params, **({"together": True} if params.packs else {}))
+        result = _run_forward(q, k, v, params, together=params.packs)
     if sinks is None and not with_lse:
         return result, None
     whole = ForwardResult(*result)

@@ -39,7 +39,7 @@ PROGRAM = "python -m scripts.bench.finetuning"
 OWN_CHOICE = "PyTorch"
 PEERS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 SMALLEST_COSINE = 0.98
-#: Layers, width, tokens; the shapes' own without --tiny.
+#: What --tiny makes smaller.
 TINY = {"layers": 2, "tokens": 64}
 ADAPTED = {
     "language": ["q_proj", "k_proj", "v_proj", "o_proj"],

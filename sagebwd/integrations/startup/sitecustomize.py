@@ -66,5 +66,6 @@ def _import_next():
         spec.loader.exec_module(module)
 
 
-_start()
+if "SAGEBWD_RUN" in os.environ:  # a program may hand on PYTHONPATH without it
+    _start()
 _import_next()
