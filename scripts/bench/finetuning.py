@@ -45,13 +45,19 @@ ADAPTED = {
     "language": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "image": ["to_q", "to_k", "to_v", "to_out.0"],
 }
-Step = Callable[[], Tensor]
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print the table and write it."""
     arguments = parse_arguments(argv)
-    rows = [row for name in arguments.models for row in measure(name, arguments)]
+    path = with_ending(arguments.out, ".json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    packages = ("transformers", "diffusers", "peft")
+    result = describe_run(PROGRAM, argv, arguments, packages)
+    rows: list[dict[str, Any]] = []
+    for name in arguments.models:
+        rows += measure(name, arguments)
+        write_json(path, result | {"rows": rows})  # an interrupted run keeps what it measured
     header = ["model", "batch", "tokens", "attention", "cosine", "step, ms", "speedup"]
     cells = [
         [
@@ -66,10 +72,6 @@ def main(argv: list[str] | None = None) -> None:
         for row in rows
     ]
     print("\n".join(align(header, cells)))
-    path = with_ending(arguments.out, ".json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    packages = ("transformers", "diffusers", "peft")
-    write_json(path, describe_run(PROGRAM, argv, arguments, packages) | {"rows": rows})
     print(f"written: {path}")
 
 

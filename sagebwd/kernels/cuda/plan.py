@@ -11,16 +11,16 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult, kernel_set
+from sagebwd.kernels.cuda.frames import Frame, Launch, layout_of, packable
 
 #: How many plans are remembered: models and batches have many shapes. A plan takes about 15 KB.
 PLANS = 2048
@@ -128,11 +128,11 @@ class Plan:
         self.operands: list[Operand] = []
         self.calls: list[tuple[Callable[..., Any], Operand, list[Operand]]] = []
         self.copies: list[tuple[Operand, Operand]] = []
-        self._launches: list[_Launch] = []
+        self._launches: list[Launch] = []
         self._values = bytearray()  # of all arguments
         # Operand, offset in it, position among these, type, and launch of each of its addresses.
         self._addresses: list[tuple[Operand, int, int, type, int]] = []
-        self._pool: list[_Frame] = []  # list.pop and append are atomic
+        self._pool: list[Frame] = []  # list.pop and append are atomic
 
     def launch(self, load: Callable[[], Any], grid: int, threads: int, *arguments: Any) -> None:
         """Launch ``grid`` CTAs of ``threads``; nothing if ``grid`` is 0.
@@ -148,8 +148,8 @@ class Plan:
         """
         if grid == 0:
             return
-        layout = _layout_of(tuple(map(type, arguments)))
-        values = layout.struct.pack(*map(_value, arguments))
+        layout = layout_of(tuple(map(type, arguments)))
+        values = layout.struct.pack(*map(packable, arguments))
         words, begin = memoryview(values).cast("Q"), len(self._values)
         for position, kind in layout.addresses:
             address = words[position // 8]
@@ -157,7 +157,7 @@ class Plan:
                 x = self.operands[(address >> OFFSET_BITS) - 1]
                 found = (x, address - x.data_ptr(), begin + position, kind, len(self._launches))
                 self._addresses.append(found)
-        self._launches.append(_Launch(load, grid, threads, begin, layout))
+        self._launches.append(Launch(load, grid, threads, begin, layout))
         self._values += values
 
     def finish(self, inputs: int, results: Sequence[Operand], *, together: bool = False) -> None:
@@ -232,7 +232,7 @@ class Plan:
         try:
             frame = self._pool.pop()
         except IndexError:
-            frame = _Frame(self._values, self._launches)
+            frame = Frame(self._values, self._launches)
         words = frame.words
         for word, place, offset in self._pointers:
             words[word] = addresses[place] + offset
@@ -451,102 +451,3 @@ def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int
     if size == prod(shape):
         return strides
     return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
-
-
-# --- Arguments ---------------------------------------------------------------------------------------------
-
-
-class _Layout(NamedTuple):
-    """How arguments of some types lie one after another, each from a multiple of 8 bytes on.
-
-    struct: packs them.
-    sizes, offsets: of the arguments, in bytes.
-    addresses: position and type of what is an address, or is made of one.
-    """
-
-    struct: struct.Struct
-    sizes: list[int]
-    offsets: list[int]
-    addresses: list[tuple[int, type]]
-
-
-class _Launch(NamedTuple):
-    """begin: position of its arguments among those of all launches."""
-
-    load: Callable[[], Any]
-    grid: int
-    threads: int
-    begin: int
-    layout: _Layout
-
-
-class _Frame:
-    """Memory for the arguments of all launches, and the arrays of pointers to them that the driver reads.
-
-    To make one waits for the kernels.
-    """
-
-    def __init__(self, values: bytes, launches: Sequence[_Launch]) -> None:
-        self.values = bytearray(values or bytes(8))
-        self.words = memoryview(self.values).cast("Q")
-        base = ctypes.addressof(ctypes.c_char.from_buffer(self.values))
-        self.launches, self._arrays = [], []
-        for load, grid, threads, begin, layout in launches:
-            kernel = load()
-            if kernel.parameters not in (None, layout.sizes):
-                has = f"{kernel.name} has parameters of {kernel.parameters} bytes"
-                raise TypeError(f"{has}, the arguments {layout.sizes}")
-            pointers = [base + begin + offset for offset in layout.offsets]
-            array = (ctypes.c_void_p * len(pointers))(*pointers)
-            self._arrays.append(array)
-            self.launches.append((kernel.start, grid, threads, ctypes.addressof(array)))
-
-
-def _value(x: Any) -> Any:
-    """An argument as its :class:`_Layout` packs it."""
-    if isinstance(x, (Tensor, Operand)):
-        return x.data_ptr()
-    if x is None:
-        return 0
-    return bytes(x) if isinstance(x, ctypes.Structure) else x
-
-
-@functools.cache
-def _layout_of(kinds: tuple[type, ...]) -> _Layout:
-    codes = [_code_of(kind) for kind in kinds]
-    sizes = [struct.calcsize(f"={code}") for code in codes]
-    offsets = [0, *accumulate(size + -size % 8 for size in sizes)]
-    padded = [f"{code}{-size % 8}x" for code, size in zip(codes, sizes, strict=True)]
-    addresses = [
-        (offset + inner, own)
-        for offset, kind in zip(offsets, kinds, strict=False)
-        for inner, own in _addresses_in(kind)
-    ]
-    return _Layout(struct.Struct("=" + "".join(padded)), sizes, offsets[:-1], addresses)
-
-
-def _code_of(kind: type) -> str:
-    """Of the module ``struct``."""
-    if issubclass(kind, (Tensor, Operand, type(None))):
-        return "Q"
-    if issubclass(kind, (int, float)):
-        return "i" if issubclass(kind, int) else "f"
-    if issubclass(kind, ctypes.Structure):
-        return f"{ctypes.sizeof(kind)}s"
-    raise TypeError(f"kernels take tensors, None, int, float and ctypes structures, not {kind.__name__}")
-
-
-def _addresses_in(kind: type) -> list[tuple[int, type]]:
-    """Offset and type of the pointers, and of what is made of an address, in an argument of this type."""
-    if not issubclass(kind, ctypes.Structure):
-        return [] if issubclass(kind, (int, float)) else [(0, ctypes.c_void_p)]
-    if hasattr(kind, "describe"):
-        return [(0, kind)]
-    found = []
-    for name, field in kind._fields_:
-        offset = getattr(kind, name).offset
-        if field is ctypes.c_void_p:
-            found.append((offset, field))
-        elif issubclass(field, ctypes.Structure):
-            found += [(offset + inner, own) for inner, own in _addresses_in(field)]
-    return found
