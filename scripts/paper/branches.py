@@ -34,6 +34,7 @@ SETUPS = {
     "35M, with QK-norm, 1,048,576 tokens per step": (1_048_576, 1.0, False, 127),
     "35M, with QK-norm, 2,097,152 tokens per step": (2_097_152, 1.0, False, 64),
     "35M, with QK-norm, 2,097,152 tokens per step, long": (2_097_152, 1.0, False, 256),
+    "325M, with QK-norm": (131_072, 1.0, False, 1350),
     "325M, without QK-norm, 262,144 tokens per step": (262_144, 1.0, True, 100),
 }
 PICTURED = ("35M, with QK-norm", "35M, without QK-norm")
@@ -189,19 +190,20 @@ def at_equal_learning(branches: Sequence[Branch]) -> str:
     16K and of 2.1M tokens could not be compared.
     """
     ordinary = [name for name, (_, gain, has_none, _) in SETUPS.items() if gain == 1 and not has_none]
-    by_tokens: dict[int, list[dict[int, np.ndarray]]] = {}
+    by_size: dict[tuple[int, int], list[dict[int, np.ndarray]]] = {}
     for name in ordinary:
-        by_tokens.setdefault(SETUPS[name][0], []).append(gaps(branches, name, "SageBwd, paper"))
+        size = (int(name.split("M")[0]), SETUPS[name][0])
+        by_size.setdefault(size, []).append(gaps(branches, name, "SageBwd, paper"))
     rows = []
-    for tokens, found in sorted(by_tokens.items()):
+    for (millions, tokens), found in sorted(by_size.items()):
         cells = []
         for steps in (64, 256):
             total = learning_rates(steps).sum()
             means = [late_mean(one, total) for own in found for one in own.values() if reaches(one, total)]
             cells += [str(len(means)), nats(np.mean(means)), range_of(means)] if means else ["", "", ""]
-        rows.append([f"{tokens:,}", *cells])
+        rows.append([f"{millions}M", f"{tokens:,}", *cells])
     heads = ["models", "as 64 steps of 2.1M", "range", "models", "as 256 steps of 2.1M", "range"]
-    return table(["tokens per step", *heads], rows)
+    return table(["model", "tokens per step", *heads], rows)
 
 
 def reaches(losses: np.ndarray, total: float) -> bool:
