@@ -68,6 +68,7 @@ def test_packed_sequences(is_causal, draw):
     assert_same(found, truth)
 
 
+@pytest.mark.filterwarnings("ignore:sage_attention runs the triton kernels")  # as the config asks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_causal_mask_over_sequences_that_differ_in_length(draw, device):
     """As many tokens in all. The mask counts from the bottom right where lengths are not read."""

@@ -332,8 +332,11 @@ def test_gradients_in_batches(sample, kernel_set, of):
     grads = [torch.stack([grad_of[x], grad_of[x].flip(2)]) for x in results]
     found = torch.autograd.grad(results, leaves, grads, is_grads_batched=True, retain_graph=True)
     wanted = [torch.autograd.grad(results, leaves, x, retain_graph=True) for x in zip(*grads, strict=True)]
-    wanted = tuple(torch.stack(x) for x in zip(*wanted, strict=True))
+    (dq, *found), (wanted_dq, *wanted) = found, [torch.stack(x) for x in zip(*wanted, strict=True)]
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    # To dq of lse a kernel adds the mean's term, for a batch PyTorch does: at most the next fp16 number.
+    near = {"rtol": 0, "atol": 0} if of == "out" else {"rtol": 2**-10, "atol": 2**-24}
+    torch.testing.assert_close(dq, wanted_dq, **near)
 
 
 @emulated_too
