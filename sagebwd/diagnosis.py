@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.hub import tqdm  # its stand-in, where tqdm is not installed
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -143,7 +144,8 @@ def diagnose(model: nn.Module, *inputs: Any, **kwargs: Any) -> Diagnosis:
     :func:`sagebwd.integrations.torch_flash.patch_sdpa`. Weights' ``.grad``, buffers and random states are as
     before, and :func:`sagebwd.report` counts nothing of it.
 
-    Takes the time of some 20 training steps, on a CPU with the reference kernels minutes for a small model.
+    Takes the time of some 20 training steps, on a CPU with the reference kernels minutes for a small model;
+    a bar on stderr counts its seven steps, of which the first takes longest.
 
     Raises:
         ValueError: the model computes no attention that SageBwd could, or its output has no gradient.
@@ -165,8 +167,10 @@ def diagnose(model: nn.Module, *inputs: Any, **kwargs: Any) -> Diagnosis:
         if not observer.calls:
             stack.enter_context(torch_flash.patch_sdpa())
         usage.report(clear=True)
+        bar = stack.enter_context(tqdm(desc="diagnose", total=1 + len(PRESETS), unit="step"))
         observer.start(FULL_PRECISION, measures=True)
         truth = step()
+        bar.update(1)
         full_precision = tuple(row for row in usage.report().rows if row.reason)
         if not observer.calls and not full_precision:
             raise ValueError(
@@ -179,6 +183,7 @@ def diagnose(model: nn.Module, *inputs: Any, **kwargs: Any) -> Diagnosis:
             if layers and preset not in observer.unavailable:
                 observer.start(preset)
                 cosines[preset] = _cosine(step(), truth)
+            bar.update(1)
     found = Diagnosis(layers, cosines, full_precision, observer.unavailable, None)
     order = FASTEST_ON_HOPPER if observer.is_hopper else CHEAPEST_FIRST
     good = (preset for preset in order if preset in cosines and found.is_good(preset))
