@@ -50,8 +50,8 @@ def install(config: SageConfig = DEFAULT_CONFIG) -> None:
     """Make ``import flash_attn`` give this module's functions, in this process, and log so once.
 
     Call it before anything imports flash_attn. Called again, it sets another ``config``. Programs also find
-    ``flash_attn.bert_padding``, ``flash_attn.cute`` (FlashAttention-4) and the metadata of flash_attn 2.8.3.
-    Other modules, such as ``flash_attn.layers``, are those of an installed flash_attn.
+    ``flash_attn.bert_padding`` and the metadata of flash_attn 2.8.3. Other modules, such as
+    ``flash_attn.layers`` and FlashAttention-4's ``flash_attn.cute``, are those of an installed flash_attn.
 
     Args:
         config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
