@@ -17,6 +17,7 @@ transformers drop in silence what a signature does not name. The backward is alw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -24,7 +25,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in, torch_flash
 from sagebwd.integrations.alignment import align, align_documents, aligned_attention, check_refused, window_of
 
@@ -46,27 +47,9 @@ NAME = "flash_attn"
 USE_FLASH_ATTN = "leave it out, or use flash_attn itself (in `python -m sagebwd.run` name --sdpa alone)"
 
 
-def install(config: SageConfig = DEFAULT_CONFIG) -> None:
-    """Make ``import flash_attn`` give this module's functions, in this process, and log so once.
-
-    Call it before anything imports flash_attn. Called again, it sets another ``config``. Programs also find
-    ``flash_attn.bert_padding`` and the metadata of flash_attn 2.8.3. Other modules, such as
-    ``flash_attn.layers`` and FlashAttention-4's ``flash_attn.cute``, are those of an installed flash_attn.
-
-    Args:
-        config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
-
-    Raises:
-        ValueError: ``config`` is not a SageConfig.
-        RuntimeError: flash_attn is imported already, and its functions may be in use.
-    """
-    stand_in.install(NAME, config)
-
-
-def uninstall() -> None:
-    """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
-    stand_in.uninstall(NAME)
-
+#: Make ``import flash_attn`` give this module's functions: :func:`sagebwd.integrations.stand_in.install`.
+install = functools.partial(stand_in.install, NAME)
+uninstall = functools.partial(stand_in.uninstall, NAME)
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
