@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in, torch_flash
-from sagebwd.integrations.alignment import align, align_documents, aligned_attention, check_refused, window_of
+from sagebwd.integrations.alignment import aligned_attention, check_refused, window_of
 
 __all__ = [
     "flash_attn_func",
@@ -97,13 +97,11 @@ def flash_attn_func(
     """
     check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
-    with_lse, config = return_attn_probs or return_lse, config or stand_in.config_of(NAME)
-    out, lse = aligned_attention(
-        "flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
-    )
-    return _result(out.transpose(1, 2), lse, return_attn_probs, return_lse)
+    result = aligned_attention(
+        "flash_attn_func", q, k, v, (), window_of(causal, window_size), softmax_scale,
+        config or stand_in.config_of(NAME), with_lse=return_attn_probs or return_lse, sinks=s_aux,
+    )  # fmt: skip
+    return _as_asked(*result, return_attn_probs, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -155,16 +153,12 @@ def flash_attn_varlen_func(
         block_table=block_table,
     )  # fmt: skip
     _check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
-    window = window_of(causal, window_size)
-    alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    with_lse = return_attn_probs or return_lse
-    config = config or stand_in.config_of(NAME)
-    out, lse = aligned_attention(
-        "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
-    )
-    lse = None if lse is None else lse[0]
-    return _result(out[0].transpose(0, 1), lse, return_attn_probs, return_lse)
+    cuts, window = (cu_seqlens_q, cu_seqlens_k), window_of(causal, window_size)
+    result = aligned_attention(
+        "flash_attn_varlen_func", q, k, v, cuts, window, softmax_scale, config or stand_in.config_of(NAME),
+        with_lse=return_attn_probs or return_lse, sinks=s_aux,
+    )  # fmt: skip
+    return _as_asked(*result, return_attn_probs, return_lse)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *others: Any, **settings: Any) -> Result:
@@ -298,7 +292,7 @@ def _unpack(layout: str, axis: int, **packed: Tensor) -> tuple[Tensor, ...]:
     return x.unbind(axis)
 
 
-def _result(out: Tensor, lse: Tensor | None, return_attn_probs: bool, return_lse: bool) -> Result:
+def _as_asked(out: Tensor, lse: Tensor | None, return_attn_probs: bool, return_lse: bool) -> Result:
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in
-from sagebwd.integrations.alignment import align_documents, aligned_attention, window_of
+from sagebwd.integrations.alignment import aligned_attention, window_of
 from sagebwd.masks import can_read
 from sagebwd.usage import counted_attention
 
@@ -174,12 +174,9 @@ def sageattn_varlen(
             raise ValueError(
                 f"is_causal=True with lengths {lengths} of queries and {lengths_kv} of keys, {NO_RULE}"
             )
-    window = window_of(is_causal, (-1, -1))
-    alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    cuts, window = (cu_seqlens_q, cu_seqlens_k), window_of(is_causal, (-1, -1))
     config = _smoothing(config, smooth_k, None)
-    out, _ = aligned_attention("sageattn_varlen", q, k, v, alignment, sm_scale, config, with_lse=False)
-    return out[0].transpose(0, 1)
+    return aligned_attention("sageattn_varlen", q, k, v, cuts, window, sm_scale, config, with_lse=False)[0]
 
 
 def _smoothing(config: SageConfig | None, smooth_k: bool | None, smooth_v: bool | None) -> SageConfig:
