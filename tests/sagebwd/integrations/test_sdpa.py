@@ -66,9 +66,11 @@ def test_what_stays_in_full_precision():
     """To the bit, gradients included, because torch's function runs; with a warning, and in the report."""
     q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
+    shown = torch.arange(5) != 2
     large = tuple(torch.randn(3, 1, 1, 4, 264).requires_grad_())
     calls = {
         "not a window": (q, k, v, torch.eye(5).bool().index_fill(1, torch.tensor(0), True)),
+        "a window over hidden keys between": (q, k, v, near(2, 0, 5, 5) & shown & shown[:, None]),
         "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
         r"not \(batch, heads": (q[0], k[0], v[0], mask),
         "float64 on cpu": (q.double(), k.double(), v.double()),
@@ -90,7 +92,7 @@ def test_what_stays_in_full_precision():
         F.scaled_dot_product_attention(q, k, v)
     rows = report(clear=True).rows
     assert {row.name for row in rows} == {"scaled_dot_product_attention"}
-    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
+    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 10, ("reference", 1)]
 
 
 def test_torch_func_transforms_stay_in_full_precision():
