@@ -7,6 +7,7 @@ would wait for the GPU and break a compiled graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -124,44 +125,57 @@ def reach_beyond(window: Window, visible: Tensor) -> Tensor:
     return from_first_to_last.sum(1) - 1 > min([limit for limit in window if limit > 0] or [torch.inf])
 
 
-class VisibleTokens:
-    """The visible tokens of a batch as packed documents: one document a sequence, in a batch of 1.
+@dataclass
+class PackedTokens:
+    """A batch of sequences as packed documents in a batch of 1; tokens of no document lie behind the last.
 
     Attributes:
-        cu_seqlens, cu_seqlens_kv: (B + 1,) int32, the boundaries of the documents. Hidden tokens lie behind
-            the last.
+        batch, n_q: sequences, and queries of each.
+        cu_seqlens, cu_seqlens_kv: (documents + 1,) int32, the boundaries in the queries, and in the keys.
+        queries, keys: put tokens of documents first; None: they stay as they are.
+        is_wrong: of :class:`KeyMask`.
     """
 
-    def __init__(self, mask: KeyMask, n_q: int, *, hides_queries: bool) -> None:
-        """``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv."""
-        visible, self._is_wrong = mask
-        self._batch = visible.shape[0]
-        self._keys = Order.of(visible.flatten())
-        self._queries = self._keys if hides_queries else None
-        self.cu_seqlens_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
-        self.cu_seqlens = self.cu_seqlens_kv
-        if not hides_queries:
-            self.cu_seqlens = n_q * (torch.ones_like(self.cu_seqlens).cumsum(0, dtype=torch.int32) - 1)
+    batch: int
+    n_q: int
+    cu_seqlens: Tensor
+    cu_seqlens_kv: Tensor
+    queries: Order | None
+    keys: Order | None
+    is_wrong: Tensor | None = None
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, D) as (1, heads, B · N, D)."""
-        q = _end_to_end(q)
-        if self._queries is not None:
-            q = self._queries.sort(q)
-        k, v = (self._keys.sort(_end_to_end(x)) for x in (k, v))
-        return tuple(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        orders = (self.queries, self.keys, self.keys)
+        tensors = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        tensors = (x if own is None else own.sort(x) for x, own in zip(tensors, orders, strict=True))
+        return tuple(x.transpose(0, 1).unsqueeze(0) for x in tensors)
 
     def unpack(self, out: Tensor) -> Tensor:
         """What belongs to queries, (1, H, B · N_q, …), as (B, H, N_q, …); NaN where the mask is wrong."""
         out = out.squeeze(0).transpose(0, 1)
-        if self._queries is not None:
-            out = self._queries.undo(out)
-        out = out.unflatten(0, (self._batch, -1)).transpose(1, 2)
-        if self._is_wrong is None:
+        if self.queries is not None:
+            out = self.queries.undo(out)
+        out = out.unflatten(0, (self.batch, -1)).transpose(1, 2)
+        if self.is_wrong is None:
             return out
         # A product, because it takes the NaN to the gradients as well.
-        factor = torch.where(self._is_wrong, torch.nan, 1.0).to(out.dtype)
+        factor = torch.where(self.is_wrong, torch.nan, 1.0).to(out.dtype)
         return out * factor.view(-1, *(1,) * (out.dim() - 1))
+
+
+class VisibleTokens(PackedTokens):
+    """The visible tokens of a batch, one document a sequence."""
+
+    def __init__(self, mask: KeyMask, n_q: int, *, hides_queries: bool) -> None:
+        """``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv."""
+        visible, is_wrong = mask
+        keys = Order.of(visible.flatten())
+        cuts = cuts_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
+        if not hides_queries:
+            cuts = n_q * (torch.ones_like(cuts).cumsum(0, dtype=torch.int32) - 1)
+        queries = keys if hides_queries else None
+        super().__init__(visible.shape[0], n_q, cuts, cuts_kv, queries, keys, is_wrong)
 
 
 class Order(NamedTuple):
@@ -203,11 +217,6 @@ class _TakeTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         order, inverse = ctx.saved_tensors
         return _TakeTokens.apply(grad, inverse, order), None, None
-
-
-def _end_to_end(x: Tensor) -> Tensor:
-    """x (B, heads, N, D) as (B · N, heads, D)."""
-    return x.transpose(1, 2).flatten(0, 1)
 
 
 def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:

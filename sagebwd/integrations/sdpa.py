@@ -138,7 +138,7 @@ def layout_of(mask: Tensor, batch: int, n_q: int, n_kv: int) -> tuple[Layout | N
         return Layout(CAUSAL), "causal, from the last key"
     seen = read_mask(mask, batch, n_q, n_kv)
     if seen is not None:
-        layout = find_layout(seen, batch, n_kv)
+        layout = find_layout(seen, batch, n_q, n_kv)
         return (None, "a window over hidden keys between others") if layout.has_holes else (layout, str(seen))
     if not has_values(mask):
         return None, "a mask for each pair of tokens, which a compiled graph does not read"

@@ -249,7 +249,7 @@ def _layout(
             return None
         if n_q == 1 and seen.window == CAUSAL and seen.labels is None:
             seen = seen._replace(window=FULL)
-    return find_layout(seen, batch, n_kv, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    return find_layout(seen, batch, n_q, n_kv, position_ids, cu_seq_lens_q, cu_seq_lens_k)
 
 
 def _check_described(mask: Tensor, key: Tensor) -> None:
