@@ -142,14 +142,21 @@ def record(name: str, kernels: str, layer: int | None = None) -> None:
 
 
 def counted_attention(
-    name: str, query: Tensor, key: Tensor, value: Tensor, *, config: SageConfig, **settings: Any
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: SageConfig,
+    layer: int | None = None,
+    **settings: Any,
 ) -> Any:
-    """:func:`sagebwd.sage_attention`, counted under ``name`` with the kernels that ran."""
+    """:func:`sagebwd.sage_attention`, counted as :func:`record` does with the kernels that ran."""
     result = sage_attention(query, key, value, config=config, **settings)
     watch_logits(name, query, key, settings.get("scale"), config)
     out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
     head_dim = max(query.shape[-1], value.shape[-1])
-    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim))
+    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim), layer)
     return result
 
 
@@ -190,22 +197,24 @@ def _largest_logit(q: Tensor, k: Tensor, scale: float | None, config: SageConfig
     return s.abs().amax().item() * (q.shape[-1] ** -0.5 if scale is None else abs(float(scale)))
 
 
-def choose_kernels(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig
-) -> tuple[str, Obstacle | None]:
-    """The kernel set that will run, or "" and why none can.
+def find_obstacle(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, config: SageConfig
+) -> Obstacle | None:
+    """Why no kernel set can run this input; None if one can.
 
     The reason does not offer ``kernels="reference"``: other libraries have no such argument.
     """
     if q.dtype not in DTYPES:
         kind = str(q.dtype).removeprefix("torch.")
-        return "", Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
+        return Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
     q, k, v = cast_to_autocast_dtype(q, k, v)
+    scale, head_dim = 1.0 if scale is None else scale, max(q.shape[-1], v.shape[-1])
     try:
-        return dispatch.choose(q, scale, encode(config), head_dim=max(q.shape[-1], v.shape[-1])), None
+        dispatch.choose(q, scale, encode(config), head_dim=head_dim)
     except (ValueError, NotImplementedError) as error:
         reason = dispatch.explain(q, k, v, config=config).reasons.get("triton", str(error))
-        return "", Obstacle(f"this input: {reason}")
+        return Obstacle(f"this input: {reason}")
+    return None
 
 
 def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *, fix: str = "") -> None:

@@ -26,13 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from sagebwd import usage
-from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations.alignment import check_refused
 from sagebwd.integrations.sdpa import layout_of
 from sagebwd.integrations.varlen import Layout, attend
 from sagebwd.masks import find_key_mask
-from sagebwd.usage import Obstacle, choose_kernels
+from sagebwd.usage import Obstacle, counted_attention, find_obstacle
 from sagebwd.validation import check_config, check_name
 
 try:
@@ -184,17 +183,15 @@ def _attention(
         obstacle = Obstacle("context parallelism")
     elif layout is not None and is_causal:
         obstacle = Obstacle("a mask for each pair of tokens together with is_causal")
-    kernels, of_input = choose_kernels(q, k, v, 1.0 if scale is None else scale, config)
-    if obstacle := obstacle or of_input:
+    if obstacle := obstacle or find_obstacle(q, k, v, scale, config):
         usage.fall_back(_running.name, obstacle.reason, fallback, fix=obstacle.fix or USE_NATIVE)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
-    usage.watch_logits(_running.name, q, k, scale, config)
-    usage.record(_running.name, kernels)
+    settings = {"scale": scale, "config": config}
     if layout is not None:
-        return attend(q, k, v, layout, scale=scale, config=config).transpose(1, 2)
-    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "config": config}
-    return sage_attention(q, k, v, mask, **settings).transpose(1, 2)
+        return attend(_running.name, q, k, v, layout, **settings).transpose(1, 2)
+    settings |= {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+    return counted_attention(_running.name, q, k, v, **settings).transpose(1, 2)
 
 
 def _read_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, Layout | None, Obstacle | None]:

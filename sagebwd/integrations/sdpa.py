@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -116,8 +115,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
             return original(query, key, value, attn_mask, dropout_p, **settings)
         if layout is None:
             return counted_attention(NAME, query, key, value, config=config, **settings)
-        attention = functools.partial(counted_attention, f"{NAME} ({shown})")
-        return attend(query, key, value, layout, attention=attention, scale=scale, config=config)
+        return attend(f"{NAME} ({shown})", query, key, value, layout, scale=scale, config=config)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it for a model that holds it

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sagebwd import masks
-from sagebwd.attention import sage_attention
 from sagebwd.integrations.alignment import align
+from sagebwd.usage import counted_attention
 from sagebwd.window import CAUSAL, FULL, Window
 
 #: Results that are remembered: layers may alternate between windows and full attention, and between models.
@@ -52,24 +52,16 @@ class Layout:
     has_holes: bool = False
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    attention: Callable[..., Tensor] = sage_attention,
-    **settings: Any,
-) -> Tensor:
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
     """Attention as ``layout`` has it; zero for queries that see no key.
 
     Args:
+        name: what the call is counted as.
         q: (B, H, N_q, D).
         k: (B, H_kv, N_kv, D).
         v: (B, H_kv, N_kv, D_v).
         layout: of this batch.
-        attention: called as :func:`sagebwd.sage_attention`.
-        settings: ``scale``, ``sinks`` and ``config`` of :func:`sagebwd.sage_attention`.
+        settings: ``layer``, ``scale``, ``sinks`` and ``config`` of :func:`sagebwd.usage.counted_attention`.
 
     Returns:
         (B, H, N_q, D_v).
@@ -79,13 +71,14 @@ def attend(
     if tokens is None:
         alignment = align(n_q, k.shape[2], layout.window)
         k, v = alignment.keys(k), alignment.keys(v)
-        out = attention(alignment.queries(q), k, v, window_size=alignment.window, **settings)
+        out = counted_attention(name, alignment.queries(q), k, v, window_size=alignment.window, **settings)
         out = alignment.put_back_queries(out)
     else:
         # Queries before the given ones, whose results nothing reads, add nothing to any gradient.
         q = F.pad(q, (0, 0, tokens.n_q - n_q, 0)) if tokens.n_q > n_q else q
-        cuts = {"cu_seqlens": tokens.cu_seqlens, "cu_seqlens_kv": tokens.cu_seqlens_kv}
-        out = attention(*tokens.pack(q, k, v), window_size=tuple(layout.window), **cuts, **settings)
+        settings |= {"cu_seqlens": tokens.cu_seqlens, "cu_seqlens_kv": tokens.cu_seqlens_kv}
+        tensors = tokens.pack(q, k, v)
+        out = counted_attention(name, *tensors, window_size=tuple(layout.window), **settings)
         out = tokens.unpack(out)[:, :, -n_q:]
     if layout.is_wrong is not None:
         # A product, because it takes the NaN to the gradients as well.
