@@ -9,8 +9,7 @@ compute attention themselves, whatever backend is set. :func:`check` finds them 
 and ``set_attention_backend`` runs it for the names that are registered here.
 
 diffusers 0.42 has no function that adds a backend: its backends are the members of an enumeration. So this
-module makes a member that the enumeration finds by the hook ``_missing_``, puts its function into diffusers'
-private registry, and itself sets the names that are registered here.
+module adds a member to it, and its function to diffusers' private registry.
 """
 
 from __future__ import annotations
@@ -115,26 +114,19 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     if name in [*AttentionBackendName, *BACKENDS.list_backends()] and name not in _fallbacks:
         raise ValueError(f"name {name!r} is a backend of diffusers; choose another")
     _fallbacks[name] = fallback
-    BACKENDS.register(AttentionBackendName(name))(functools.partial(_attention, config, fallback))
+    BACKENDS.register(_member(name))(functools.partial(_attention, config, fallback))
     for model_class in (ModelMixin, AttentionModuleMixin):
         _watch(model_class)
 
 
-_find_others = AttentionBackendName._missing_
-
-
-def _find_backend(cls: type, name: object) -> AttentionBackendName | None:
-    """The member of a name that is registered here, for which diffusers' enumeration asks."""
-    return _member(name) if name in _fallbacks else _find_others(name)
-
-
-AttentionBackendName._missing_ = classmethod(_find_backend)
-
-
 @functools.cache
 def _member(name: str) -> AttentionBackendName:
+    """A member of diffusers' enumeration that is new there."""
     member = str.__new__(AttentionBackendName, name)
     member._name_, member._value_ = name.upper(), name
+    AttentionBackendName._member_names_.append(member._name_)
+    AttentionBackendName._member_map_[member._name_] = member
+    AttentionBackendName._value2member_map_[name] = member
     return member
 
 
@@ -322,7 +314,7 @@ def _leave(*_: Any) -> None:
 
 
 def _watch(model_class: type) -> None:
-    """Let ``set_attention_backend`` set the names that are registered here as it sets its own."""
+    """Let ``set_attention_backend`` check models for the names that are registered here."""
     set_backend = model_class.set_attention_backend
     watchers = getattr(set_backend, "sagebwd_watchers", ())  # one of each copy of this package
     if _watch in watchers:
@@ -330,31 +322,26 @@ def _watch(model_class: type) -> None:
 
     @functools.wraps(set_backend)
     def watching(model: nn.Module, backend: str) -> None:
-        name = backend.lower()
-        if name in _fallbacks:
+        if (name := backend.lower()) in _fallbacks:
             check(model, _fallbacks[name])
-            _set_backend(model, name)
-        else:
-            set_backend(model, backend)
+            _follow(model, name)
+        set_backend(model, backend)
 
     watching.sagebwd_watchers = (*watchers, _watch)
     model_class.set_attention_backend = watching
 
 
-def _set_backend(model: nn.Module, name: str) -> None:
-    """Set it for each processor that has a backend of its own, and for the process, which the others ask."""
+def _follow(model: nn.Module, name: str) -> None:
+    """Let each layer say when it runs, and warn of processors without a backend of their own."""
     followers = set()
     for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if hasattr(processor, "_attention_backend"):
-            processor._attention_backend = AttentionBackendName(name)
-        elif processor is not None and not _why_bypassed(type(processor), True):
+        if (processor := getattr(module, "processor", None)) is None:
+            continue
+        if not hasattr(processor, "_attention_backend") and not _why_bypassed(type(processor), True):
             followers.add(type(processor).__name__)
-        if processor is not None and _enter not in module._forward_pre_hooks.values():
+        if _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
-    if isinstance(model, ModelMixin):
-        BACKENDS.set_active_backend(AttentionBackendName(name))
     if followers:
         warnings.warn(
             f"{', '.join(sorted(followers))} of {type(model).__name__} take the backend that any model was "
