@@ -17,10 +17,9 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.varlen import Layout, attend, find_layout, has_values, read_mask, remember_recent
-from sagebwd.usage import counted_attention
-from sagebwd.validation import check_config, is_autocast
+from sagebwd.usage import counted_attention, find_obstacle
+from sagebwd.validation import check_config
 from sagebwd.window import CAUSAL
 
 NAME = "scaled_dot_product_attention"
@@ -64,7 +63,9 @@ class patch_sdpa:
             setattr(module, name, self._before)
 
 
-def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str:
+def why_full_precision(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool, config: SageConfig
+) -> str:
     """Why :class:`patch_sdpa` leaves a call to torch, whatever its mask; "" if SageBwd computes it."""
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
@@ -76,17 +77,12 @@ def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         return f"tensors on {device}"
     if any(0 in x.shape for x in tensors):
         return "empty tensors"
-    dtype = torch.get_autocast_dtype(device) if is_autocast(device) else query.dtype
-    if dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if device == "cpu" else [])):
-        return f"{str(dtype).removeprefix('torch.')} on {device}"
     if key.shape[:-1] != value.shape[:-1] or key.shape[:-3] != query.shape[:-3]:
         return "keys and values of other shapes"
     if key.shape[:-2] != query.shape[:-2] and not enable_gqa:
         return "heads that torch broadcasts"
-    for head_dim in (query.shape[-1], value.shape[-1]):
-        if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
-            return f"a head size of {head_dim}"
-    return ""
+    obstacle = find_obstacle(query, key, value, scale, config)
+    return obstacle.reason if obstacle else ""
 
 
 def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..., Tensor]:
@@ -103,8 +99,8 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if isinstance(attn_mask, CausalBias) and not is_causal and _is_square(attn_mask):
             attn_mask, settings["is_causal"] = None, True
-        reason, layout, shown = why_full_precision(query, key, value, enable_gqa), None, ""
-        reason = "attention dropout" if dropout_p else reason
+        reason = why_full_precision(query, key, value, scale, enable_gqa, config)
+        reason, layout, shown = "attention dropout" if dropout_p else reason, None, ""
         if not reason and attn_mask is not None and query.dim() != 4:
             reason = "a mask of tensors that are not (batch, heads, tokens, head size)"
         elif not reason and attn_mask is not None:
