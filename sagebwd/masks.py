@@ -270,5 +270,10 @@ def _with_one_batch(mask: Tensor) -> Tensor:
 
 def can_read(x: Tensor) -> bool:
     """Whether the values of x can be read without a wait for a GPU or a break in a traced graph."""
+    return x.device.type == "cpu" and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x is no tracer's, which has none to read. Reading them waits for a GPU."""
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return type(x) is Tensor and x.device.type == "cpu" and not is_traced
+    return type(x) is Tensor and not x.is_meta and not is_traced

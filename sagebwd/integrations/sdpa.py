@@ -17,7 +17,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.integrations.varlen import Layout, attend, find_layout, has_values, read_mask, remember_recent
+from sagebwd.integrations.varlen import Layout, attend, find_layout, read_mask, remember_recent
+from sagebwd.masks import has_values
 from sagebwd.usage import counted_attention, find_obstacle
 from sagebwd.validation import check_config
 from sagebwd.window import CAUSAL

@@ -207,7 +207,7 @@ def find_layout(
     tensors = [x for x in (labels, position_ids, cu_seqlens, shown) if x is not None]
     if not tensors:
         return Layout(seen.window)
-    is_read = has_values(tensors[0])
+    is_read = masks.has_values(tensors[0])
     # All rows have the same signs, as those of positions that a model counts itself: in a graph, none.
     is_one_row = [x.shape[0] == 1 or x.stride(0) == 0 for x in (labels, position_ids) if x is not None]
     is_shared = not is_read and batch > 1 and all(is_one_row)
@@ -294,12 +294,6 @@ def _either(is_wrong: Tensor | None, is_wrong_too: Tensor) -> Tensor:
     return is_wrong_too if is_wrong is None else is_wrong | is_wrong_too
 
 
-def has_values(x: Tensor) -> bool:
-    """Whether x is no tracer's, which has none to read. Reading them waits for a GPU."""
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return type(x) is Tensor and x.device.type != "meta" and not is_traced
-
-
 def _are_wrong(cu_seqlens: Tensor, cu_seqlens_kv: Tensor, n: int) -> Tensor:
     """() bool, whether boundaries do not cut n tokens, or those of queries and keys differ."""
     is_wrong = (cu_seqlens.diff() < 0).any() | (cu_seqlens[0] != 0) | (cu_seqlens[-1] != n)
@@ -365,7 +359,7 @@ def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> Seen | None:
     mask = _without_copies(mask)
     if mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
         return Seen(FULL, mask[:, 0, 0].expand(batch, -1))
-    if not has_values(mask):
+    if not masks.has_values(mask):
         return None
     seen = mask
     if mask.is_floating_point():
