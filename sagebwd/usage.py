@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -88,8 +88,7 @@ class Report:
             return "SageBwd: no integration has called it; your own calls of sage_attention are not counted"
         head = ("attention", "layers", "calls", "ran")
         cells = [head, *((row.name, _ranges(row.layers), str(row.calls), _how(row)) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+        return "\n".join(aligned(cells))
 
 
 def report(*, clear: bool = False) -> Report:
@@ -274,6 +273,12 @@ def _sort_key(call: _Counted) -> tuple[str, str, str, int]:
 
 def _how(row: ReportRow) -> str:
     return f"INT8 ({row.kernels})" if row.kernels else f"full precision: {row.reason}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row of a table, its columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _ranges(layers: tuple[int, ...]) -> str:
