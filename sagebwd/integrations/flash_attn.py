@@ -228,9 +228,9 @@ def _flash_attn_backward(
     window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
 ):
     """Write the gradients into dq, dk and dv, where they are given."""
-    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     cuts = (None, None, q.shape[1], k.shape[1])
-    _write_gradients((dout, q, k, v, out, softmax_lse, *cuts), (dq, dk, dv), *asked)
+    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *cuts, *asked)
 
 
 def _flash_attn_varlen_backward(
@@ -239,31 +239,17 @@ def _flash_attn_varlen_backward(
     alibi_slopes=None, deterministic=False, rng_state=None,
 ):
     """:func:`_flash_attn_backward` of packed sequences."""
-    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _write_gradients((dout, q, k, v, out, softmax_lse, *cuts), (dq, dk, dv), *asked)
-# fmt: on
-
-
-def _write_gradients(
-    tensors: tuple[Any, ...],
-    into: tuple[Tensor | None, ...],
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-) -> None:
     check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
-    window = {"window_size_left": left, "window_size_right": right}
-    nothing = tensors[0].new_empty(0)
-    asked = (dropout_p, causal, nothing, nothing)
-    found = torch_flash._flash_backward(_config_of_parts(), *tensors, *asked, scale=scale, **window)
-    for x, gradient in zip(into, found, strict=True):
-        if x is not None:
-            x.copy_(gradient)
+    window = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    cuts, nothing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dout.new_empty(0)
+    found = torch_flash._flash_backward(
+        _config_of_parts(), dout, q, k, v, out, softmax_lse, *cuts, dropout_p, causal, nothing, nothing,
+        scale=softmax_scale, **window,
+    )
+    for into, gradient in zip((dq, dk, dv), found, strict=True):
+        if into is not None:
+            into.copy_(gradient)
+# fmt: on
 
 
 def _config_of_parts() -> SageConfig:
