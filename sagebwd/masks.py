@@ -101,7 +101,7 @@ def check_combination(
         )
     if not window.is_sliding:
         return mask
-    has_holes = (starts_of_runs(mask.visible).sum(1) > 1) & reach_beyond(window, mask.visible)
+    has_holes = have_holes(window, mask.visible)
     if can_read(has_holes) and has_holes.any():
         raise ValueError(
             "with window_size, the mask must hide tokens only before and after all visible ones, and it has "
@@ -110,19 +110,21 @@ def check_combination(
     return KeyMask(mask.visible, has_holes if mask.is_wrong is None else has_holes | mask.is_wrong)
 
 
-def starts_of_runs(visible: Tensor) -> Tensor:
-    """(B, N) bool, the tokens ``visible`` (B, N) that follow a hidden one, or none."""
-    return visible & pad(visible, (1, 0)).diff()
+def have_holes(window: Window, visible: Tensor, starts: Tensor | None = None) -> Tensor:
+    """(B,) bool, where a limit of ``window`` counts hidden tokens between ``visible`` (B, N) ones.
 
+    It hides visible ones only if these lie far enough apart. A limit of 0 hides by the order of tokens alone,
+    which does not change with what lies between them.
 
-def reach_beyond(window: Window, visible: Tensor) -> Tensor:
-    """(B,) bool, whether tokens ``visible`` (B, N) lie so far apart that a limit of ``window`` hides some.
-
-    A limit of 0 hides by the order of tokens alone, which does not change with what lies between them.
+    Args:
+        starts: (B, N) bool, the first visible token of each document; None: each row is one.
     """
+    follow_hidden = visible & pad(visible, (1, 0)).diff()
+    holes = follow_hidden.sum(1) > 1 if starts is None else (follow_hidden & ~starts).any(1)
     seen = visible.cumsum(1)
     from_first_to_last = (seen > 0) & (visible | (seen < seen[:, -1:]))
-    return from_first_to_last.sum(1) - 1 > min([limit for limit in window if limit > 0] or [torch.inf])
+    reach = min([limit for limit in window if limit > 0] or [torch.inf])
+    return holes & (from_first_to_last.sum(1) - 1 > reach)
 
 
 @dataclass
@@ -156,12 +158,7 @@ class PackedTokens:
         out = out.squeeze(0).transpose(0, 1)
         if self.queries is not None:
             out = self.queries.undo(out)
-        out = out.unflatten(0, (self.batch, -1)).transpose(1, 2)
-        if self.is_wrong is None:
-            return out
-        # A product, because it takes the NaN to the gradients as well.
-        factor = torch.where(self.is_wrong, torch.nan, 1.0).to(out.dtype)
-        return out * factor.view(-1, *(1,) * (out.dim() - 1))
+        return nan_where(self.is_wrong, out.unflatten(0, (self.batch, -1)).transpose(1, 2))
 
 
 class VisibleTokens(PackedTokens):
@@ -217,6 +214,15 @@ class _TakeTokens(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         order, inverse = ctx.saved_tensors
         return _TakeTokens.apply(grad, inverse, order), None, None
+
+
+def nan_where(is_wrong: Tensor | None, x: Tensor) -> Tensor:
+    """x (B, …), NaN in the sequences that ``is_wrong`` (B,), or () for all, names."""
+    if is_wrong is None:
+        return x
+    # A product, because it takes the NaN to the gradients as well.
+    factor = torch.where(is_wrong, torch.nan, 1.0).to(x.dtype)
+    return x * factor.view(-1, *(1,) * (x.dim() - 1))
 
 
 def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:

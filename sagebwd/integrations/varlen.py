@@ -80,10 +80,7 @@ def attend(name: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **setting
         tensors = tokens.pack(q, k, v)
         out = counted_attention(name, *tensors, window_size=tuple(layout.window), **settings)
         out = tokens.unpack(out)[:, :, -n_q:]
-    if layout.is_wrong is not None:
-        # A product, because it takes the NaN to the gradients as well.
-        out = out * torch.where(layout.is_wrong, torch.nan, 1.0).to(out.dtype)
-    return out
+    return masks.nan_where(layout.is_wrong, out)
 
 
 def dense_mask(layout: Layout, n_q: int, n_kv: int, device: torch.device) -> Tensor | None:
@@ -279,12 +276,9 @@ def _first(shown: Tensor | None, n: int, device: torch.device) -> Tensor:
 
 def _find_holes(layout: Layout, is_read: bool) -> Layout:
     """``layout`` with its ``has_holes``, or in a graph wrong if it has any."""
-    shown, starts = layout.shown, layout.starts
-    if shown is None or not layout.window.is_sliding:
+    if layout.shown is None or not layout.window.is_sliding:
         return layout
-    starts = _first(shown, shown.shape[1], shown.device) if starts is None else starts
-    has_holes = (masks.starts_of_runs(shown) & ~starts).any(1)
-    holes = (has_holes & masks.reach_beyond(layout.window, shown)).any()
+    holes = masks.have_holes(layout.window, layout.shown, layout.starts).any()
     if is_read:
         return replace(layout, has_holes=bool(holes))
     return replace(layout, is_wrong=_either(layout.is_wrong, holes))
