@@ -31,8 +31,8 @@ __all__ = [
     "uninstall",
 ]
 
-#: Where each layout has its heads; tokens are at the other of 1 and 2.
-HEAD_AXIS = {"HND": 1, "NHD": 2}
+#: (batch, heads, tokens, head size) and (batch, tokens, heads, head size), as SageAttention calls them.
+LAYOUTS = ("HND", "NHD")
 
 #: In :data:`sagebwd.integrations.stand_in.LIBRARIES`.
 NAME = "sageattention"
@@ -93,7 +93,7 @@ def sageattn(
     """
     if scale is not None and sm_scale is not None:
         raise ValueError(f"sm_scale is {sm_scale} and scale is {scale}; pass one of the two")
-    if not isinstance(tensor_layout, str) or tensor_layout not in HEAD_AXIS:
+    if not isinstance(tensor_layout, str) or tensor_layout not in LAYOUTS:
         raise ValueError(
             f"tensor_layout is {tensor_layout!r}; pass 'HND' or 'NHD'. In place of torch's "
             "scaled_dot_product_attention put sagebwd.sage_attention, which takes the same arguments"
