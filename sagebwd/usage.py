@@ -206,10 +206,10 @@ def find_obstacle(
     if q.dtype not in DTYPES:
         kind = str(q.dtype).removeprefix("torch.")
         return Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
-    q, k, v = cast_to_autocast_dtype(q, k, v)
+    (none_of_q,) = cast_to_autocast_dtype(q[..., :0, :])  # dispatch looks at its dtype and device
     scale, head_dim = 1.0 if scale is None else scale, max(q.shape[-1], v.shape[-1])
     try:
-        dispatch.choose(q, scale, encode(config), head_dim=head_dim)
+        dispatch.choose(none_of_q, scale, encode(config), head_dim=head_dim)
     except (ValueError, NotImplementedError) as error:
         reason = dispatch.explain(q, k, v, config=config).reasons.get("triton", str(error))
         return Obstacle(f"this input: {reason}")
