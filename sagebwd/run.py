@@ -38,7 +38,7 @@ FIRST_PROCESS = "SAGEBWD_RUN_PROCESS"
 #: What an option replaces.
 REPLACED = {
     "sdpa": "torch's scaled_dot_product_attention",
-    "flash_attn": "the library flash_attn (FlashAttention-2), and the Hub's kernel flash-attn2",
+    "flash_attn": "the library flash_attn (FlashAttention-2 and -4), and the Hub's kernel flash-attn2",
     "flash_attn_3": "the library flash_attn_interface, and the Hub's kernel flash-attn3",
     "sageattention": "the library sageattention",
 }
@@ -145,7 +145,7 @@ def _is_first_rank() -> bool:
 
 def _caveats(patched: object) -> Iterator[str]:
     """What the report does not count."""
-    imported = [name for name in ("xformers", "flash_attn.cute") if name in sys.modules]
+    imported = [name for name in ("xformers",) if name in sys.modules]
     imported += [library for name, library in stand_in.LIBRARIES.items() if is_imported_from_elsewhere(name)]
     if imported:
         yield f"The program imported {', '.join(imported)}, whose attention is not replaced."

@@ -4,6 +4,7 @@ The calls were read in the programs and written anew, with their arguments, layo
 """
 
 import importlib
+import inspect
 from importlib.metadata import packages_distributions
 
 import pytest
@@ -166,6 +167,13 @@ def diffusion_pipe_wan(q, k, v):
     )  # fmt: skip
 
 
+def diffsynth_flash4(q, k, v):
+    from flash_attn.cute import flash_attn_func
+
+    out = flash_attn_func(*nhd(q, k, v), softmax_scale=None, causal=False, window_size=(4, 4))
+    return out[0].transpose(1, 2)
+
+
 def diffsynth_window(q, k, v):
     """Chunks of queries, each with the keys around it and an additive mask."""
     parts = []
@@ -283,6 +291,7 @@ CALLS = {
     ai_toolkit_chroma: "padding",
     ai_toolkit_flux: "full",
     diffusion_pipe_wan: "full",
+    diffsynth_flash4: "window to both sides",
     diffsynth_window: "window to both sides",
     simple_tuner: "causal",
     one_trainer: "padding",
@@ -350,22 +359,26 @@ def test_code_for_the_first_flash_attention_3_does_not_take_the_output_alone(lau
 
 
 ASKED = {
-    "qv": torch.ones(1), "q_descale": torch.ones(1), "attention_chunk": 4, "softcap": 3.0,
+    "qv": torch.ones(1), "q_descale": torch.ones(1), "attention_chunk": 4, "seqused_k": torch.ones(1),
+    "score_mod": print, "mask_mod": print, "page_table": torch.ones(1), "softcap": 3.0,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_varlen_func"])
-def test_what_flash_attention_3_has_is_computed_or_refused(launched, name):
-    function = getattr(importlib.import_module("flash_attn_interface"), name)
+@pytest.mark.parametrize("library", ["flash_attn_interface", "flash_attn.cute"])
+def test_what_newer_flash_attention_has_is_computed_or_refused(launched, library, name):
+    function = getattr(importlib.import_module(library), name)
     tensors, cuts = nhd(*draw(*[(B, H, N, D)] * 3)), {}
     if "varlen" in name:
         tensors, cuts = packed(*draw(*[(B, H, N, D)] * 3)), {"cu_seqlens_q": rows(), "cu_seqlens_k": rows()}
         cuts |= {"max_seqlen_q": N, "max_seqlen_k": N}
-    asked = {**ASKED, "seqused_q": torch.ones(1), "seqused_k": torch.ones(1)} if cuts else ASKED
-    for argument, value in asked.items():
+    known = ASKED.keys() & inspect.signature(function).parameters.keys()
+    assert len(known) >= 4
+    for argument in known:
         with pytest.raises(NotImplementedError, match=f"{argument} is .* sagebwd does not compute"):
-            function(*tensors, **cuts, **{argument: value})
-    out, lse = function(*tensors, **cuts, return_attn_probs=True, causal=True)
+            function(*tensors, **cuts, **{argument: ASKED[argument]})
+    with_lse = {"return_lse" if "cute" in library else "return_attn_probs": True}
+    out, lse = function(*tensors, **cuts, **with_lse, causal=True)
     truth, true_lse = (flash_attn.flash_attn_varlen_func if cuts else flash_attn.flash_attn_func)(
         *tensors, **cuts, causal=True, return_lse=True, config=EXACT
     )

@@ -1,4 +1,4 @@
-"""In the place of flash_attn: FlashAttention-2.
+"""In the place of flash_attn: FlashAttention-2, and in ``cute`` FlashAttention-4.
 
 Other modules are those of an installed flash_attn, also of FlashAttention-4's, which has no ``__init__``.
 """
