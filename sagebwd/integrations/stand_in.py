@@ -47,8 +47,9 @@ def install(name: str, config: SageConfig = DEFAULT_CONFIG) -> None:
     """Make ``import`` of a library give SageBwd in this process, and log so once.
 
     Call it before anything imports the library. Called again, it sets another ``config``. Programs also find
-    the library's metadata (flash_attn 2.8.3, sageattention 2.2.0). Its modules that SageBwd has not, such as
-    ``flash_attn.layers`` and FlashAttention-4's ``flash_attn.cute``, are those of an installed flash_attn.
+    the library's metadata (flash_attn 2.8.3, sageattention 2.2.0), ``flash_attn.bert_padding`` and
+    ``flash_attn.cute`` (FlashAttention-4). Other modules, such as ``flash_attn.layers``, are those of an
+    installed flash_attn.
 
     Args:
         name: of :data:`LIBRARIES`.
