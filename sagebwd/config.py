@@ -203,23 +203,16 @@ class SageConfig:
             if (value := getattr(self, name)) not in ("block", finer):
                 raise ValueError(f"{name} is {value!r}; set it to 'block' or {finer!r}")
         self._check_tile()
-        if self.smooth_v and not self.is_int8("o"):
-            raise ValueError("smooth_v=True needs an INT8 O; add 'o' to int8_matmuls or set smooth_v=False")
-        if self.unsigned_p and not any(map(self.is_int8, P_MATMULS)):
-            raise ValueError(
-                "unsigned_p=True needs an INT8 O or dV; add 'o' or 'dv' to int8_matmuls "
-                "or set unsigned_p=False"
-            )
-        if self.compensate_o and self.is_int8("o"):
-            raise ValueError(
-                "compensate_o=True needs an O outside INT8; remove 'o' from int8_matmuls "
-                "or set compensate_o=False"
-            )
-        if self.dp_fp16_accumulation and self.is_int8("dp"):
-            raise ValueError(
-                "dp_fp16_accumulation=True needs a dP outside INT8; remove 'dp' from int8_matmuls "
-                "or set dp_fp16_accumulation=False"
-            )
+        o, dp, p = self.is_int8("o"), self.is_int8("dp"), any(map(self.is_int8, P_MATMULS))
+        needs = {
+            "smooth_v": (o, "an INT8 O; add 'o' to int8_matmuls"),
+            "unsigned_p": (p, "an INT8 O or dV; add 'o' or 'dv' to int8_matmuls"),
+            "compensate_o": (not o, "an O outside INT8; remove 'o' from int8_matmuls"),
+            "dp_fp16_accumulation": (not dp, "a dP outside INT8; remove 'dp' from int8_matmuls"),
+        }
+        for name, (is_met, need) in needs.items():
+            if getattr(self, name) and not is_met:
+                raise ValueError(f"{name}=True needs {need} or set {name}=False")
         # Written once: it would take a third of a short call.
         values = [f"'{field.name}': {getattr(self, field.name)!r}" for field in fields(self)]
         object.__setattr__(self, "_text", "{" + ", ".join(values) + "}")

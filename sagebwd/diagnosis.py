@@ -109,12 +109,11 @@ class Diagnosis:
             ]
             lines.append((x.name, str(x.calls), f"{x.largest_logit:.4g}", *errors))
         lines.append(("all weights", "", "", "", *(f"{self.cosines[p]:.5f}" for p in presets)))
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join(
             [
                 "relative L2 error of out / of gradients (largest of dQ, dK, dV) / what small rows of dQ and "
                 "dK keep; of all weights the cosine",
-                *("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines),
+                *usage.aligned(lines),
                 f"{self.int8_share:.0%} of attention calls in INT8",
                 *(f"in full precision: {x.name}, {x.calls} calls: {x.reason}" for x in self.full_precision),
                 *(f"not available here: {preset}: {why}" for preset, why in self.unavailable.items()),

@@ -40,7 +40,8 @@ class GPU(NamedTuple):
     name: as the driver gives it.
     capability: the compute capability, (9, 0) for Hopper.
     is_amd: whether torch was built for ROCm.
-    no_cuda_kernels: why CUDA kernels cannot be compiled or launched on it, None if they can.
+    no_cuda_kernels: why CUDA kernels cannot be compiled or launched on it, and after a semicolon what helps;
+        None if they can.
     """
 
     name: str
@@ -79,14 +80,17 @@ class Rule(NamedTuple):
     reason: what is wrong if it does not hold.
     fix: how the caller can make it hold; "" if nothing can be done.
     error: what is raised if the kernel set was asked for.
-    warns: whether to warn a caller who could change it to get the fastest kernels of a GPU.
     """
 
     holds: bool
     reason: str
     fix: str = ""
     error: type[Exception] = NotImplementedError
-    warns: bool = False
+
+    @property
+    def warns(self) -> bool:
+        """Whether to warn a caller who could change it to get the fastest kernels of a GPU."""
+        return bool(self.fix) and self.error is NotImplementedError
 
 
 # --- What each kernel set needs ----------------------------------------------------------------------------
@@ -94,12 +98,9 @@ class Rule(NamedTuple):
 
 def obstacles(kernels: str, call: Call) -> list[Rule]:
     """The rules of a kernel set that ``call`` breaks; none if the set can run it."""
-    rules = {
-        "hopper": hopper_rules,
-        "ampere": ampere_rules,
-        "triton": triton_rules,
-        "reference": reference_rules,
-    }[kernels]
+    if kernels == "reference":
+        return []  # it runs everything
+    rules = {"hopper": hopper_rules, "ampere": ampere_rules, "triton": triton_rules}[kernels]
     return [rule for rule in rules(call) if not rule.holds]
 
 
@@ -128,7 +129,6 @@ def hopper_rules(call: Call) -> Iterator[Rule]:
         config.is_int8("dk") or not (config.is_int8("dv") or config.is_int8("dq")),
         "dk is not in INT8, and dv or dq is",
         "add 'dk' to int8_matmuls, or remove 'dv' and 'dq'",
-        warns=True,
     )
     yield Rule(
         call.head_dim >= CUDA_HEAD_DIMS[0],
@@ -163,13 +163,11 @@ def ampere_rules(call: Call) -> Iterator[Rule]:
         config.is_int8("dv") or not has_64_keys,
         "dv is not in INT8, and tiles have 64 keys",
         "add 'dv' to int8_matmuls, or set block_kv=None for up to 128 channels",
-        warns=True,
     )
     yield Rule(
         not config.dp_fp16_accumulation or (config.is_int8("dv") and config.operand_scales == "block"),
         "dp_fp16_accumulation is True, and dv is not in INT8 or operand_scales is not 'block'",
         "set dp_fp16_accumulation=False, or add 'dv' to int8_matmuls and set operand_scales='block'",
-        warns=True,
     )
     yield _has_cuda_compiler(call)
     if not all(map(config.is_int8, CUDA_16_BIT_MATMULS)):
@@ -190,11 +188,6 @@ def triton_rules(call: Call) -> Iterator[Rule]:
     for name, size in zip(("block_q", "block_kv"), config.tile(call.head_dim), strict=True):
         sizes = ", ".join(map(str, TRITON_BLOCKS))
         yield Rule(size in TRITON_BLOCKS, f"{name} is {size}", f"use one of {sizes}", ValueError)
-
-
-def reference_rules(call: Call) -> Iterator[Rule]:
-    """The reference runs everything."""
-    return iter(())
 
 
 def _on_a_gpu(holds: bool, call: Call) -> Rule:
@@ -230,17 +223,12 @@ def _without_fp16_accumulation(config: SageConfig) -> Rule:
         not config.dp_fp16_accumulation,
         "dp_fp16_accumulation is True, which only the Ampere kernels have",
         "set dp_fp16_accumulation=False",
-        warns=True,
     )
 
 
 def _scales_of_blocks(config: SageConfig) -> Rule:
-    return Rule(
-        config.operand_scales == "block",
-        f"operand_scales is {config.operand_scales!r}",
-        "set operand_scales='block'",
-        warns=True,
-    )
+    scales = config.operand_scales
+    return Rule(scales == "block", f"operand_scales is {scales!r}", "set operand_scales='block'")
 
 
 def _rules_of_cuda_kernels(
@@ -263,28 +251,21 @@ def _rules_of_cuda_kernels(
         config.block_q is config.block_kv is None or config.tile(call.head_dim) in tiles,
         f"block_q is {config.block_q} and block_kv {config.block_kv}",
         "set both to None" if has_default else "set block_q={} and block_kv={}".format(*tiles[0]),
-        warns=True,
     )
     yield Rule(
         config.granularity == "row" or has_tile_scales,
         f"granularity is {config.granularity!r}",
         "set granularity='row'" + ("" if is_large(call.head_dim) else ", or block_q=128 and block_kv=64"),
-        warns=True,
     )
-    yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False", warns=True)
+    yield Rule(not config.smooth_q, "smooth_q is True", "set smooth_q=False")
     missing = [x for x in PAPER_INT8_MATMULS if not config.is_int8(x) and x not in matmuls_in_16_bit]
-    yield Rule(
-        not missing,
-        f"{', '.join(missing)} not in INT8",
-        "add them to int8_matmuls",
-        warns=True,
-    )
-    yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls", warns=True)
+    yield Rule(not missing, f"{', '.join(missing)} not in INT8", "add them to int8_matmuls")
+    yield Rule(not config.is_int8("dp"), "dp is in INT8", "remove 'dp' from int8_matmuls")
 
 
 def _has_cuda_compiler(call: Call) -> Rule:
-    reason = None if call.gpu is None else call.gpu.no_cuda_kernels
-    return Rule(reason is None, str(reason), warns=True)
+    reason, _, fix = (call.gpu.no_cuda_kernels or "").partition("; ")
+    return Rule(not reason, reason, fix)
 
 
 def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:

@@ -7,6 +7,7 @@ would wait for the GPU and break a compiled graph.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def check_combination(
         )
     if not window.is_sliding:
         return mask
-    has_holes = (starts_of_runs(mask.visible).sum(1) > 1) & reach_beyond(window, mask.visible)
+    has_holes = have_holes(window, mask.visible)
     if can_read(has_holes) and has_holes.any():
         raise ValueError(
             "with window_size, the mask must hide tokens only before and after all visible ones, and it has "
@@ -109,59 +110,69 @@ def check_combination(
     return KeyMask(mask.visible, has_holes if mask.is_wrong is None else has_holes | mask.is_wrong)
 
 
-def starts_of_runs(visible: Tensor) -> Tensor:
-    """(B, N) bool, the tokens ``visible`` (B, N) that follow a hidden one, or none."""
-    return visible & pad(visible, (1, 0)).diff()
+def have_holes(window: Window, visible: Tensor, starts: Tensor | None = None) -> Tensor:
+    """(B,) bool, where a limit of ``window`` counts hidden tokens between ``visible`` (B, N) ones.
 
+    It hides visible ones only if these lie far enough apart. A limit of 0 hides by the order of tokens alone,
+    which does not change with what lies between them.
 
-def reach_beyond(window: Window, visible: Tensor) -> Tensor:
-    """(B,) bool, whether tokens ``visible`` (B, N) lie so far apart that a limit of ``window`` hides some.
-
-    A limit of 0 hides by the order of tokens alone, which does not change with what lies between them.
+    Args:
+        starts: (B, N) bool, the first visible token of each document; None: each row is one.
     """
+    follow_hidden = visible & pad(visible, (1, 0)).diff()
+    holes = follow_hidden.sum(1) > 1 if starts is None else (follow_hidden & ~starts).any(1)
     seen = visible.cumsum(1)
     from_first_to_last = (seen > 0) & (visible | (seen < seen[:, -1:]))
-    return from_first_to_last.sum(1) - 1 > min([limit for limit in window if limit > 0] or [torch.inf])
+    reach = min([limit for limit in window if limit > 0] or [torch.inf])
+    return holes & (from_first_to_last.sum(1) - 1 > reach)
 
 
-class VisibleTokens:
-    """The visible tokens of a batch as packed documents: one document a sequence, in a batch of 1.
+@dataclass
+class PackedTokens:
+    """A batch of sequences as packed documents in a batch of 1; tokens of no document lie behind the last.
 
     Attributes:
-        cu_seqlens, cu_seqlens_kv: (B + 1,) int32, the boundaries of the documents. Hidden tokens lie behind
-            the last.
+        batch, n_q: sequences, and queries of each.
+        cu_seqlens, cu_seqlens_kv: (documents + 1,) int32, the boundaries in the queries, and in the keys.
+        queries, keys: put tokens of documents first; None: they stay as they are.
+        is_wrong: of :class:`KeyMask`.
     """
 
-    def __init__(self, mask: KeyMask, n_q: int, *, hides_queries: bool) -> None:
-        """``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv."""
-        visible, self._is_wrong = mask
-        self._batch = visible.shape[0]
-        self._keys = Order.of(visible.flatten())
-        self._queries = self._keys if hides_queries else None
-        self.cu_seqlens_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
-        self.cu_seqlens = self.cu_seqlens_kv
-        if not hides_queries:
-            self.cu_seqlens = n_q * (torch.ones_like(self.cu_seqlens).cumsum(0, dtype=torch.int32) - 1)
+    batch: int
+    n_q: int
+    cu_seqlens: Tensor
+    cu_seqlens_kv: Tensor
+    queries: Order | None
+    keys: Order | None
+    is_wrong: Tensor | None = None
 
     def pack(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v (B, heads, N, D) as (1, heads, B · N, D)."""
-        q = _end_to_end(q)
-        if self._queries is not None:
-            q = self._queries.sort(q)
-        k, v = (self._keys.sort(_end_to_end(x)) for x in (k, v))
-        return tuple(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        orders = (self.queries, self.keys, self.keys)
+        tensors = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+        tensors = (x if own is None else own.sort(x) for x, own in zip(tensors, orders, strict=True))
+        return tuple(x.transpose(0, 1).unsqueeze(0) for x in tensors)
 
     def unpack(self, out: Tensor) -> Tensor:
         """What belongs to queries, (1, H, B · N_q, …), as (B, H, N_q, …); NaN where the mask is wrong."""
         out = out.squeeze(0).transpose(0, 1)
-        if self._queries is not None:
-            out = self._queries.undo(out)
-        out = out.unflatten(0, (self._batch, -1)).transpose(1, 2)
-        if self._is_wrong is None:
-            return out
-        # A product, because it takes the NaN to the gradients as well.
-        factor = torch.where(self._is_wrong, torch.nan, 1.0).to(out.dtype)
-        return out * factor.view(-1, *(1,) * (out.dim() - 1))
+        if self.queries is not None:
+            out = self.queries.undo(out)
+        return nan_where(self.is_wrong, out.unflatten(0, (self.batch, -1)).transpose(1, 2))
+
+
+class VisibleTokens(PackedTokens):
+    """The visible tokens of a batch, one document a sequence."""
+
+    def __init__(self, mask: KeyMask, n_q: int, *, hides_queries: bool) -> None:
+        """``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv."""
+        visible, is_wrong = mask
+        keys = Order.of(visible.flatten())
+        cuts = cuts_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
+        if not hides_queries:
+            cuts = n_q * (torch.ones_like(cuts).cumsum(0, dtype=torch.int32) - 1)
+        queries = keys if hides_queries else None
+        super().__init__(visible.shape[0], n_q, cuts, cuts_kv, queries, keys, is_wrong)
 
 
 class Order(NamedTuple):
@@ -205,9 +216,13 @@ class _TakeTokens(torch.autograd.Function):
         return _TakeTokens.apply(grad, inverse, order), None, None
 
 
-def _end_to_end(x: Tensor) -> Tensor:
-    """x (B, heads, N, D) as (B · N, heads, D)."""
-    return x.transpose(1, 2).flatten(0, 1)
+def nan_where(is_wrong: Tensor | None, x: Tensor) -> Tensor:
+    """x (B, …), NaN in the sequences that ``is_wrong`` (B,), or () for all, names."""
+    if is_wrong is None:
+        return x
+    # A product, because it takes the NaN to the gradients as well.
+    factor = torch.where(is_wrong, torch.nan, 1.0).to(x.dtype)
+    return x * factor.view(-1, *(1,) * (x.dim() - 1))
 
 
 def _of_attn_mask(mask: Tensor, q: Tensor, k: Tensor) -> KeyMask:
@@ -261,5 +276,10 @@ def _with_one_batch(mask: Tensor) -> Tensor:
 
 def can_read(x: Tensor) -> bool:
     """Whether the values of x can be read without a wait for a GPU or a break in a traced graph."""
+    return x.device.type == "cpu" and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x is no tracer's, which has none to read. Reading them waits for a GPU."""
     is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return type(x) is Tensor and x.device.type == "cpu" and not is_traced
+    return type(x) is Tensor and not x.is_meta and not is_traced

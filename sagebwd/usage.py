@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -88,8 +88,7 @@ class Report:
             return "SageBwd: no integration has called it; your own calls of sage_attention are not counted"
         head = ("attention", "layers", "calls", "ran")
         cells = [head, *((row.name, _ranges(row.layers), str(row.calls), _how(row)) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+        return "\n".join(aligned(cells))
 
 
 def report(*, clear: bool = False) -> Report:
@@ -142,14 +141,21 @@ def record(name: str, kernels: str, layer: int | None = None) -> None:
 
 
 def counted_attention(
-    name: str, query: Tensor, key: Tensor, value: Tensor, *, config: SageConfig, **settings: Any
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    config: SageConfig,
+    layer: int | None = None,
+    **settings: Any,
 ) -> Any:
-    """:func:`sagebwd.sage_attention`, counted under ``name`` with the kernels that ran."""
+    """:func:`sagebwd.sage_attention`, counted as :func:`record` does with the kernels that ran."""
     result = sage_attention(query, key, value, config=config, **settings)
     watch_logits(name, query, key, settings.get("scale"), config)
     out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
     head_dim = max(query.shape[-1], value.shape[-1])
-    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim))
+    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim), layer)
     return result
 
 
@@ -190,22 +196,24 @@ def _largest_logit(q: Tensor, k: Tensor, scale: float | None, config: SageConfig
     return s.abs().amax().item() * (q.shape[-1] ** -0.5 if scale is None else abs(float(scale)))
 
 
-def choose_kernels(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, config: SageConfig
-) -> tuple[str, Obstacle | None]:
-    """The kernel set that will run, or "" and why none can.
+def find_obstacle(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, config: SageConfig
+) -> Obstacle | None:
+    """Why no kernel set can run this input; None if one can.
 
     The reason does not offer ``kernels="reference"``: other libraries have no such argument.
     """
     if q.dtype not in DTYPES:
         kind = str(q.dtype).removeprefix("torch.")
-        return "", Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
-    q, k, v = cast_to_autocast_dtype(q, k, v)
+        return Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
+    (none_of_q,) = cast_to_autocast_dtype(q[..., :0, :])  # dispatch looks at its dtype and device
+    scale, head_dim = 1.0 if scale is None else scale, max(q.shape[-1], v.shape[-1])
     try:
-        return dispatch.choose(q, scale, encode(config), head_dim=max(q.shape[-1], v.shape[-1])), None
+        dispatch.choose(none_of_q, scale, encode(config), head_dim=head_dim)
     except (ValueError, NotImplementedError) as error:
         reason = dispatch.explain(q, k, v, config=config).reasons.get("triton", str(error))
-        return "", Obstacle(f"this input: {reason}")
+        return Obstacle(f"this input: {reason}")
+    return None
 
 
 def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *, fix: str = "") -> None:
@@ -265,6 +273,12 @@ def _sort_key(call: _Counted) -> tuple[str, str, str, int]:
 
 def _how(row: ReportRow) -> str:
     return f"INT8 ({row.kernels})" if row.kernels else f"full precision: {row.reason}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row of a table, its columns aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _ranges(layers: tuple[int, ...]) -> str:

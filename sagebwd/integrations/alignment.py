@@ -18,6 +18,7 @@ from sagebwd.config import SageConfig
 from sagebwd.masks import can_read
 from sagebwd.reference.documents import slices
 from sagebwd.usage import counted_attention
+from sagebwd.window import Window
 
 #: What arguments stand for that FlashAttention's functions have and SageBwd does not compute.
 REFUSED = {
@@ -96,17 +97,21 @@ def window_of(is_causal: bool, window_size: Sequence[int | None]) -> tuple[int, 
     Raises:
         ValueError: ``window_size`` is not a pair of integers or None.
     """
-    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
-    if not is_pair or not all(x is None or isinstance(x, (int, torch.SymInt)) for x in window_size):
-        raise ValueError(
-            f"window_size is {window_size!r}; pass (left, right), two integers; -1 or None is no limit"
-        )
-    left, right = (-1 if x is None or x < 0 else x for x in window_size)
-    return left, 0 if is_causal else right
+    if isinstance(window_size, Sequence):
+        window_size = [-1 if x is None or (isinstance(x, int) and x < 0) else x for x in window_size]
+    return tuple(Window.of(is_causal, window_size))
 
 
-def align(n_q: int, n_kv: int, window: tuple[int, int]) -> Alignment:
-    """The attention of n_q queries to n_kv keys whose ``window`` counts from the last of each."""
+def align(n_q: int, n_kv: int, window: tuple[int, int], *cuts: Tensor | None) -> Alignment:
+    """The attention of n_q queries to n_kv keys whose ``window`` counts from the last of each.
+
+    ``cuts`` are None, or the boundaries of documents in q, and in k and v: see :func:`_align_documents`.
+    """
+    given = [x is not None for x in cuts]
+    if any(given):
+        if not all(given):
+            raise NotImplementedError("boundaries of queries or keys are given without the others; pass both")
+        return _align_documents(n_q, n_kv, window, *cuts)
     left, right = window
     shift = n_kv - n_q
     first_key = max(shift - left, 0) if left >= 0 else 0
@@ -116,10 +121,10 @@ def align(n_q: int, n_kv: int, window: tuple[int, int]) -> Alignment:
     return Alignment(window, first_query=first_query, first_key=first_key)
 
 
-def align_documents(
+def _align_documents(
     n_q: int, n_kv: int, window: tuple[int, int], cu_seqlens: Tensor, cu_seqlens_kv: Tensor
 ) -> Alignment:
-    """The same for packed documents, whose lengths are not read: that would wait for the GPU.
+    """:func:`align` for packed documents, whose lengths are not read: that would wait for the GPU.
 
     Where both boundaries are one tensor, or there is no mask, nothing changes. Else each document gets as
     many queries as keys. One with more is cut in two: the first queries, which see no key, and the last, as
@@ -174,15 +179,22 @@ def aligned_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    alignment: Alignment,
+    cuts: Sequence[Tensor | None],
+    window: tuple[int, int],
     scale: float | None,
     config: SageConfig,
+    *,
     with_lse: bool,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output (B, H, N_q, D_v), and lse (B, H, N_q) or None; counted under ``name``."""
+    """The output, laid out as q, and lse (B, H, N_q) or (H, T_q), or None; counted under ``name``.
+
+    q, k and v are (B, N, H, D), or (T, H, D) with ``cuts`` as of :func:`align`.
+    """
+    alignment = align(q.shape[-3], k.shape[-3], window, *cuts)
+    of_q, *of_kv = heads_first(q, k, v)
     result = counted_attention(
-        name, alignment.queries(q), alignment.keys(k), alignment.keys(v), scale=scale, enable_gqa=True,
+        name, alignment.queries(of_q), *map(alignment.keys, of_kv), scale=scale, enable_gqa=True,
         window_size=alignment.window, cu_seqlens=alignment.cu_seqlens, cu_seqlens_kv=alignment.cu_seqlens_kv,
         return_lse=with_lse, sinks=sinks, config=config,
     )  # fmt: skip
@@ -191,7 +203,18 @@ def aligned_attention(
     if with_lse:
         lse = alignment.put_back_queries(lse, fill=float("-inf"))
         lse = lse if sinks is None else torch.where(lse.isneginf(), sinks.float().unsqueeze(-1), lse)
-    return out, lse
+        lse = lse if q.dim() == 4 else lse[0]
+    return *tokens_first(q, out), lse
+
+
+def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """(B, N, H, D), or (T, H, D), to (B, H, N, D)."""
+    return tuple((x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2) for x in tensors)
+
+
+def tokens_first(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of :func:`heads_first`, with as many dimensions as ``like``."""
+    return tuple(x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1) for x in tensors)
 
 
 def _pad_front(x: Tensor, n: int, fill: float) -> Tensor:

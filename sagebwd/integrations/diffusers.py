@@ -9,8 +9,7 @@ compute attention themselves, whatever backend is set. :func:`check` finds them 
 and ``set_attention_backend`` runs it for the names that are registered here.
 
 diffusers 0.42 has no function that adds a backend: its backends are the members of an enumeration. So this
-module makes a member that the enumeration finds by the hook ``_missing_``, puts its function into diffusers'
-private registry, and itself sets the names that are registered here.
+module adds a member to it, and its function to diffusers' private registry.
 """
 
 from __future__ import annotations
@@ -26,13 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from sagebwd import usage
-from sagebwd.attention import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.integrations.alignment import check_refused
 from sagebwd.integrations.sdpa import layout_of
 from sagebwd.integrations.varlen import Layout, attend
 from sagebwd.masks import find_key_mask
-from sagebwd.usage import Obstacle, choose_kernels
+from sagebwd.usage import Obstacle, counted_attention, find_obstacle
 from sagebwd.validation import check_config, check_name
 
 try:
@@ -116,26 +114,19 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG, fallbac
     if name in [*AttentionBackendName, *BACKENDS.list_backends()] and name not in _fallbacks:
         raise ValueError(f"name {name!r} is a backend of diffusers; choose another")
     _fallbacks[name] = fallback
-    BACKENDS.register(AttentionBackendName(name))(functools.partial(_attention, config, fallback))
+    BACKENDS.register(_member(name))(functools.partial(_attention, config, fallback))
     for model_class in (ModelMixin, AttentionModuleMixin):
         _watch(model_class)
 
 
-_find_others = AttentionBackendName._missing_
-
-
-def _find_backend(cls: type, name: object) -> AttentionBackendName | None:
-    """The member of a name that is registered here, for which diffusers' enumeration asks."""
-    return _member(name) if name in _fallbacks else _find_others(name)
-
-
-AttentionBackendName._missing_ = classmethod(_find_backend)
-
-
 @functools.cache
 def _member(name: str) -> AttentionBackendName:
+    """A member of diffusers' enumeration that is new there."""
     member = str.__new__(AttentionBackendName, name)
     member._name_, member._value_ = name.upper(), name
+    AttentionBackendName._member_names_.append(member._name_)
+    AttentionBackendName._member_map_[member._name_] = member
+    AttentionBackendName._value2member_map_[name] = member
     return member
 
 
@@ -184,17 +175,15 @@ def _attention(
         obstacle = Obstacle("context parallelism")
     elif layout is not None and is_causal:
         obstacle = Obstacle("a mask for each pair of tokens together with is_causal")
-    kernels, of_input = choose_kernels(q, k, v, 1.0 if scale is None else scale, config)
-    if obstacle := obstacle or of_input:
+    if obstacle := obstacle or find_obstacle(q, k, v, scale, config):
         usage.fall_back(_running.name, obstacle.reason, fallback, fix=obstacle.fix or USE_NATIVE)
         arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return attention_dispatch._native_attention(*arguments, _parallel_config=_parallel_config)
-    usage.watch_logits(_running.name, q, k, scale, config)
-    usage.record(_running.name, kernels)
+    settings = {"scale": scale, "config": config}
     if layout is not None:
-        return attend(q, k, v, layout, scale=scale, config=config).transpose(1, 2)
-    settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa, "config": config}
-    return sage_attention(q, k, v, mask, **settings).transpose(1, 2)
+        return attend(_running.name, q, k, v, layout, **settings).transpose(1, 2)
+    settings |= {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": enable_gqa}
+    return counted_attention(_running.name, q, k, v, **settings).transpose(1, 2)
 
 
 def _read_mask(mask: Any, q: Tensor, k: Tensor) -> tuple[Any, Layout | None, Obstacle | None]:
@@ -325,7 +314,7 @@ def _leave(*_: Any) -> None:
 
 
 def _watch(model_class: type) -> None:
-    """Let ``set_attention_backend`` set the names that are registered here as it sets its own."""
+    """Let ``set_attention_backend`` check models for the names that are registered here."""
     set_backend = model_class.set_attention_backend
     watchers = getattr(set_backend, "sagebwd_watchers", ())  # one of each copy of this package
     if _watch in watchers:
@@ -333,31 +322,26 @@ def _watch(model_class: type) -> None:
 
     @functools.wraps(set_backend)
     def watching(model: nn.Module, backend: str) -> None:
-        name = backend.lower()
-        if name in _fallbacks:
+        if (name := backend.lower()) in _fallbacks:
             check(model, _fallbacks[name])
-            _set_backend(model, name)
-        else:
-            set_backend(model, backend)
+            _follow(model, name)
+        set_backend(model, backend)
 
     watching.sagebwd_watchers = (*watchers, _watch)
     model_class.set_attention_backend = watching
 
 
-def _set_backend(model: nn.Module, name: str) -> None:
-    """Set it for each processor that has a backend of its own, and for the process, which the others ask."""
+def _follow(model: nn.Module, name: str) -> None:
+    """Let each layer say when it runs, and warn of processors without a backend of their own."""
     followers = set()
     for module in model.modules():
-        processor = getattr(module, "processor", None)
-        if hasattr(processor, "_attention_backend"):
-            processor._attention_backend = AttentionBackendName(name)
-        elif processor is not None and not _why_bypassed(type(processor), True):
+        if (processor := getattr(module, "processor", None)) is None:
+            continue
+        if not hasattr(processor, "_attention_backend") and not _why_bypassed(type(processor), True):
             followers.add(type(processor).__name__)
-        if processor is not None and _enter not in module._forward_pre_hooks.values():
+        if _enter not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_enter)
             module.register_forward_hook(_leave, always_call=True)
-    if isinstance(model, ModelMixin):
-        BACKENDS.set_active_backend(AttentionBackendName(name))
     if followers:
         warnings.warn(
             f"{', '.join(sorted(followers))} of {type(model).__name__} take the backend that any model was "

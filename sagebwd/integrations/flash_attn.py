@@ -17,6 +17,7 @@ transformers drop in silence what a signature does not name. The backward is alw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -24,9 +25,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in, torch_flash
-from sagebwd.integrations.alignment import align, align_documents, aligned_attention, check_refused, window_of
+from sagebwd.integrations.alignment import aligned_attention, check_refused, window_of
 
 __all__ = [
     "flash_attn_func",
@@ -46,27 +47,9 @@ NAME = "flash_attn"
 USE_FLASH_ATTN = "leave it out, or use flash_attn itself (in `python -m sagebwd.run` name --sdpa alone)"
 
 
-def install(config: SageConfig = DEFAULT_CONFIG) -> None:
-    """Make ``import flash_attn`` give this module's functions, in this process, and log so once.
-
-    Call it before anything imports flash_attn. Called again, it sets another ``config``. Programs also find
-    ``flash_attn.bert_padding``, ``flash_attn.cute`` (FlashAttention-4) and the metadata of flash_attn 2.8.3.
-    Other modules, such as ``flash_attn.layers``, are those of an installed flash_attn.
-
-    Args:
-        config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
-
-    Raises:
-        ValueError: ``config`` is not a SageConfig.
-        RuntimeError: flash_attn is imported already, and its functions may be in use.
-    """
-    stand_in.install(NAME, config)
-
-
-def uninstall() -> None:
-    """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
-    stand_in.uninstall(NAME)
-
+#: Make ``import flash_attn`` give this module's functions: :func:`sagebwd.integrations.stand_in.install`.
+install = functools.partial(stand_in.install, NAME)
+uninstall = functools.partial(stand_in.uninstall, NAME)
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, None]
 
@@ -114,13 +97,11 @@ def flash_attn_func(
     """
     check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
     _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    alignment = align(q.shape[2], k.shape[2], window_of(causal, window_size))
-    with_lse, config = return_attn_probs or return_lse, config or stand_in.config_of(NAME)
-    out, lse = aligned_attention(
-        "flash_attn_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
-    )
-    return _result(out.transpose(1, 2), lse, return_attn_probs, return_lse)
+    result = aligned_attention(
+        "flash_attn_func", q, k, v, (), window_of(causal, window_size), softmax_scale,
+        config or stand_in.config_of(NAME), with_lse=return_attn_probs or return_lse, sinks=s_aux,
+    )  # fmt: skip
+    return _as_asked(*result, return_attn_probs, return_lse)
 
 
 def flash_attn_varlen_func(
@@ -172,16 +153,12 @@ def flash_attn_varlen_func(
         block_table=block_table,
     )  # fmt: skip
     _check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
-    window = window_of(causal, window_size)
-    alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    with_lse = return_attn_probs or return_lse
-    config = config or stand_in.config_of(NAME)
-    out, lse = aligned_attention(
-        "flash_attn_varlen_func", q, k, v, alignment, softmax_scale, config, with_lse, sinks=s_aux
-    )
-    lse = None if lse is None else lse[0]
-    return _result(out[0].transpose(0, 1), lse, return_attn_probs, return_lse)
+    cuts, window = (cu_seqlens_q, cu_seqlens_k), window_of(causal, window_size)
+    result = aligned_attention(
+        "flash_attn_varlen_func", q, k, v, cuts, window, softmax_scale, config or stand_in.config_of(NAME),
+        with_lse=return_attn_probs or return_lse, sinks=s_aux,
+    )  # fmt: skip
+    return _as_asked(*result, return_attn_probs, return_lse)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *others: Any, **settings: Any) -> Result:
@@ -251,9 +228,9 @@ def _flash_attn_backward(
     window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
 ):
     """Write the gradients into dq, dk and dv, where they are given."""
-    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
     cuts = (None, None, q.shape[1], k.shape[1])
-    _write_gradients((dout, q, k, v, out, softmax_lse, *cuts), (dq, dk, dv), *asked)
+    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
+    _flash_attn_varlen_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *cuts, *asked)
 
 
 def _flash_attn_varlen_backward(
@@ -262,31 +239,17 @@ def _flash_attn_varlen_backward(
     alibi_slopes=None, deterministic=False, rng_state=None,
 ):
     """:func:`_flash_attn_backward` of packed sequences."""
-    asked = (dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-    cuts = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    _write_gradients((dout, q, k, v, out, softmax_lse, *cuts), (dq, dk, dv), *asked)
-# fmt: on
-
-
-def _write_gradients(
-    tensors: tuple[Any, ...],
-    into: tuple[Tensor | None, ...],
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    left: int,
-    right: int,
-    softcap: float,
-    alibi_slopes: Tensor | None,
-) -> None:
     check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
-    window = {"window_size_left": left, "window_size_right": right}
-    nothing = tensors[0].new_empty(0)
-    asked = (dropout_p, causal, nothing, nothing)
-    found = torch_flash._flash_backward(_config_of_parts(), *tensors, *asked, scale=scale, **window)
-    for x, gradient in zip(into, found, strict=True):
-        if x is not None:
-            x.copy_(gradient)
+    window = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    cuts, nothing = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k), dout.new_empty(0)
+    found = torch_flash._flash_backward(
+        _config_of_parts(), dout, q, k, v, out, softmax_lse, *cuts, dropout_p, causal, nothing, nothing,
+        scale=softmax_scale, **window,
+    )
+    for into, gradient in zip((dq, dk, dv), found, strict=True):
+        if into is not None:
+            into.copy_(gradient)
+# fmt: on
 
 
 def _config_of_parts() -> SageConfig:
@@ -315,7 +278,7 @@ def _unpack(layout: str, axis: int, **packed: Tensor) -> tuple[Tensor, ...]:
     return x.unbind(axis)
 
 
-def _result(out: Tensor, lse: Tensor | None, return_attn_probs: bool, return_lse: bool) -> Result:
+def _as_asked(out: Tensor, lse: Tensor | None, return_attn_probs: bool, return_lse: bool) -> Result:
     if return_attn_probs:
         return out, lse, None
     return (out, lse) if return_lse else out

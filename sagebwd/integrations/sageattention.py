@@ -3,21 +3,20 @@
 >>> from sagebwd.integrations import sageattention
 >>> sageattention.install()  # first, then import the program that says `from sageattention import sageattn`
 
-Names, argument order, layouts and defaults are SageAttention's. It swallows arguments that it does not know;
-here such an argument is a TypeError, and one that SageBwd does not compute is refused. What its arguments
-``qk_quant_gran``, ``pv_accum_dtype`` and ``quantization_backend`` choose between are its own kernels. They
-change nothing: ``config`` says what SageBwd quantizes.
+Names, layouts and defaults are SageAttention's. It swallows arguments that it does not know; here such an
+argument is a TypeError, and one that SageBwd does not compute is refused.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from torch import Tensor
 
-from sagebwd.config import DEFAULT_CONFIG, SageConfig
+from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in
-from sagebwd.integrations.alignment import align_documents, aligned_attention, window_of
+from sagebwd.integrations.alignment import aligned_attention, window_of
 from sagebwd.masks import can_read
 from sagebwd.usage import counted_attention
 
@@ -32,8 +31,8 @@ __all__ = [
     "uninstall",
 ]
 
-#: Where each layout has its heads; tokens are at the other of 1 and 2.
-HEAD_AXIS = {"HND": 1, "NHD": 2}
+#: (batch, heads, tokens, head size) and (batch, tokens, heads, head size), as SageAttention calls them.
+LAYOUTS = ("HND", "NHD")
 
 #: In :data:`sagebwd.integrations.stand_in.LIBRARIES`.
 NAME = "sageattention"
@@ -44,25 +43,9 @@ NO_RULE = (
 )
 
 
-def install(config: SageConfig = DEFAULT_CONFIG) -> None:
-    """Make ``import sageattention`` give this module, in this process, and log so once.
-
-    ``importlib.metadata.version("sageattention")`` is then 2.2.0, for programs that ask. Call it before
-    anything imports sageattention. Called again, it sets another ``config``.
-
-    Args:
-        config: what is quantized, and how, in all calls that do not pass a ``config`` themselves.
-
-    Raises:
-        ValueError: ``config`` is not a SageConfig.
-        RuntimeError: SageAttention is imported already, and its functions may be in use.
-    """
-    stand_in.install(NAME, config)
-
-
-def uninstall() -> None:
-    """Undo :func:`install`. What a program imported in the meantime keeps running SageBwd."""
-    stand_in.uninstall(NAME)
+#: Make ``import sageattention`` give this module: :func:`sagebwd.integrations.stand_in.install`.
+install = functools.partial(stand_in.install, NAME)
+uninstall = functools.partial(stand_in.uninstall, NAME)
 
 
 def sageattn(
@@ -80,9 +63,12 @@ def sageattn(
     dropout_p: float = 0.0,
     scale: float | None = None,
     enable_gqa: bool = True,
+    quantization_backend: str = "triton",
+    qk_quant_gran: str = "per_thread",
+    pv_accum_dtype: str = "fp32",
     config: SageConfig | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """SageBwd, called as ``sageattention.sageattn`` is. The other dense functions below compute the same.
+    """SageBwd, called as ``sageattention.sageattn`` is. The other dense functions are this one.
 
     Args:
         q: (B, H, N_q, D) with the layout "HND", (B, N_q, H, D) with "NHD".
@@ -95,6 +81,8 @@ def sageattn(
         attn_mask, dropout_p, scale, enable_gqa: what programs pass that put this function in the place of
             ``scaled_dot_product_attention``, and SageAttention drops. ``attn_mask`` and ``dropout_p`` are as
             of :func:`sagebwd.sage_attention`, ``scale`` is another name of ``sm_scale``.
+        quantization_backend, qk_quant_gran, pv_accum_dtype: which of SageAttention's kernels to take. They
+            change nothing: ``config`` says what SageBwd quantizes.
         config: what is quantized, and how; by default what :func:`install` was given.
 
     Returns:
@@ -105,7 +93,7 @@ def sageattn(
     """
     if scale is not None and sm_scale is not None:
         raise ValueError(f"sm_scale is {sm_scale} and scale is {scale}; pass one of the two")
-    if not isinstance(tensor_layout, str) or tensor_layout not in HEAD_AXIS:
+    if not isinstance(tensor_layout, str) or tensor_layout not in LAYOUTS:
         raise ValueError(
             f"tensor_layout is {tensor_layout!r}; pass 'HND' or 'NHD'. In place of torch's "
             "scaled_dot_product_attention put sagebwd.sage_attention, which takes the same arguments"
@@ -133,71 +121,11 @@ def sageattn(
     return (result[0].transpose(1, 2), result[1]) if return_lse else result.transpose(1, 2)
 
 
-def sageattn_qk_int8_pv_fp16_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    quantization_backend: str = "triton",
-    is_causal: bool = False,
-    sm_scale: float | None = None,
-    smooth_k: bool | None = None,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    config: SageConfig | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`sageattn`; ``quantization_backend`` changes nothing."""
-    options = {"smooth_k": smooth_k, "attn_mask": attn_mask, "config": config}
-    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
-
-
-def sageattn_qk_int8_pv_fp16_cuda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32",
-    smooth_k: bool | None = None,
-    smooth_v: bool | None = None,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    config: SageConfig | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`sageattn`; ``qk_quant_gran`` and ``pv_accum_dtype`` change nothing."""
-    options = {"smooth_k": smooth_k, "smooth_v": smooth_v, "attn_mask": attn_mask, "config": config}
-    return sageattn(q, k, v, tensor_layout, is_causal, sm_scale, return_lse, **options)
-
-
-#: Its accumulator by default is another, which changes nothing.
-sageattn_qk_int8_pv_fp8_cuda = sageattn_qk_int8_pv_fp16_cuda
-
-
-def sageattn_qk_int8_pv_fp8_cuda_sm90(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tensor_layout: str = "HND",
-    is_causal: bool = False,
-    qk_quant_gran: str = "per_thread",
-    sm_scale: float | None = None,
-    pv_accum_dtype: str = "fp32+fp32",
-    smooth_k: bool | None = None,
-    return_lse: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    config: SageConfig | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """As :func:`sageattn_qk_int8_pv_fp16_cuda`, without ``smooth_v``."""
-    options = {"attn_mask": attn_mask, "config": config}
-    return sageattn_qk_int8_pv_fp16_cuda(
-        q, k, v, tensor_layout, is_causal, qk_quant_gran, sm_scale, pv_accum_dtype, smooth_k, None,
-        return_lse, **options,
-    )  # fmt: skip
+#: SageAttention has one for each of its kernels. What follows ``tensor_layout`` goes by name: orders differ.
+sageattn_qk_int8_pv_fp16_triton = sageattn
+sageattn_qk_int8_pv_fp16_cuda = sageattn
+sageattn_qk_int8_pv_fp8_cuda = sageattn
+sageattn_qk_int8_pv_fp8_cuda_sm90 = sageattn
 
 
 def sageattn_varlen(
@@ -246,12 +174,9 @@ def sageattn_varlen(
             raise ValueError(
                 f"is_causal=True with lengths {lengths} of queries and {lengths_kv} of keys, {NO_RULE}"
             )
-    window = window_of(is_causal, (-1, -1))
-    alignment = align_documents(q.shape[0], k.shape[0], window, cu_seqlens_q, cu_seqlens_k)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    cuts, window = (cu_seqlens_q, cu_seqlens_k), window_of(is_causal, (-1, -1))
     config = _smoothing(config, smooth_k, None)
-    out, _ = aligned_attention("sageattn_varlen", q, k, v, alignment, sm_scale, config, with_lse=False)
-    return out[0].transpose(0, 1)
+    return aligned_attention("sageattn_varlen", q, k, v, cuts, window, sm_scale, config, with_lse=False)[0]
 
 
 def _smoothing(config: SageConfig | None, smooth_k: bool | None, smooth_v: bool | None) -> SageConfig:

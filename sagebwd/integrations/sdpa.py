@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +17,10 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sagebwd import usage
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
-from sagebwd.dispatch import LARGEST_HEAD_DIM
-from sagebwd.integrations.varlen import Layout, attend, find_layout, has_values, read_mask, remember_recent
-from sagebwd.usage import counted_attention
-from sagebwd.validation import check_config, is_autocast
+from sagebwd.integrations.varlen import Layout, attend, find_layout, read_mask, remember_recent
+from sagebwd.masks import has_values
+from sagebwd.usage import counted_attention, find_obstacle
+from sagebwd.validation import check_config
 from sagebwd.window import CAUSAL
 
 NAME = "scaled_dot_product_attention"
@@ -65,7 +64,9 @@ class patch_sdpa:
             setattr(module, name, self._before)
 
 
-def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> str:
+def why_full_precision(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool, config: SageConfig
+) -> str:
     """Why :class:`patch_sdpa` leaves a call to torch, whatever its mask; "" if SageBwd computes it."""
     tensors = (query, key, value)
     if not all(isinstance(x, Tensor) for x in tensors) or any(x.is_nested for x in tensors):
@@ -77,17 +78,12 @@ def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         return f"tensors on {device}"
     if any(0 in x.shape for x in tensors):
         return "empty tensors"
-    dtype = torch.get_autocast_dtype(device) if is_autocast(device) else query.dtype
-    if dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if device == "cpu" else [])):
-        return f"{str(dtype).removeprefix('torch.')} on {device}"
     if key.shape[:-1] != value.shape[:-1] or key.shape[:-3] != query.shape[:-3]:
         return "keys and values of other shapes"
     if key.shape[:-2] != query.shape[:-2] and not enable_gqa:
         return "heads that torch broadcasts"
-    for head_dim in (query.shape[-1], value.shape[-1]):
-        if head_dim > LARGEST_HEAD_DIM or (device == "cuda" and head_dim % 8):
-            return f"a head size of {head_dim}"
-    return ""
+    obstacle = find_obstacle(query, key, value, scale, config)
+    return obstacle.reason if obstacle else ""
 
 
 def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..., Tensor]:
@@ -104,8 +100,8 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
         settings = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if isinstance(attn_mask, CausalBias) and not is_causal and _is_square(attn_mask):
             attn_mask, settings["is_causal"] = None, True
-        reason, layout, shown = why_full_precision(query, key, value, enable_gqa), None, ""
-        reason = "attention dropout" if dropout_p else reason
+        reason = why_full_precision(query, key, value, scale, enable_gqa, config)
+        reason, layout, shown = "attention dropout" if dropout_p else reason, None, ""
         if not reason and attn_mask is not None and query.dim() != 4:
             reason = "a mask of tensors that are not (batch, heads, tokens, head size)"
         elif not reason and attn_mask is not None:
@@ -116,8 +112,7 @@ def _patched(original: Callable[..., Tensor], config: SageConfig) -> Callable[..
             return original(query, key, value, attn_mask, dropout_p, **settings)
         if layout is None:
             return counted_attention(NAME, query, key, value, config=config, **settings)
-        attention = functools.partial(counted_attention, f"{NAME} ({shown})")
-        return attend(query, key, value, layout, attention=attention, scale=scale, config=config)
+        return attend(f"{NAME} ({shown})", query, key, value, layout, scale=scale, config=config)
 
     scaled_dot_product_attention.__doc__ = original.__doc__
     scaled_dot_product_attention.__module__ = F.__name__  # where pickle finds it for a model that holds it
@@ -138,7 +133,8 @@ def layout_of(mask: Tensor, batch: int, n_q: int, n_kv: int) -> tuple[Layout | N
         return Layout(CAUSAL), "causal, from the last key"
     seen = read_mask(mask, batch, n_q, n_kv)
     if seen is not None:
-        return find_layout(seen, batch, n_kv), str(seen)
+        layout = find_layout(seen, batch, n_q, n_kv)
+        return (None, "a window over hidden keys between others") if layout.has_holes else (layout, str(seen))
     if not has_values(mask):
         return None, "a mask for each pair of tokens, which a compiled graph does not read"
     kind = "an additive" if mask.is_floating_point() else "a"

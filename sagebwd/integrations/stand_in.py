@@ -43,8 +43,13 @@ def is_imported_from_elsewhere(name: str) -> bool:
     return module is not None and not str(getattr(module, "__file__", None)).startswith(str(FOLDERS / name))
 
 
-def install(name: str, config: SageConfig) -> None:
-    """Make ``import`` of a library give SageBwd, and log so once. Called again, it sets another ``config``.
+def install(name: str, config: SageConfig = DEFAULT_CONFIG) -> None:
+    """Make ``import`` of a library give SageBwd in this process, and log so once.
+
+    Call it before anything imports the library. Called again, it sets another ``config``. Programs also find
+    the library's metadata (flash_attn 2.8.3, sageattention 2.2.0), ``flash_attn.bert_padding`` and
+    ``flash_attn.cute`` (FlashAttention-4). Other modules, such as ``flash_attn.layers``, are those of an
+    installed flash_attn.
 
     Args:
         name: of :data:`LIBRARIES`.

@@ -31,8 +31,9 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig, encode
 from sagebwd.integrations.alignment import (
     Alignment,
     align,
-    align_documents,
     check_refused,
+    heads_first,
+    tokens_first,
     window_of,
 )
 from sagebwd.integrations.sdpa import patch_sdpa
@@ -189,9 +190,9 @@ def _flash_forward(
         alibi_slopes=alibi_slopes, block_table=block_table, num_splits=num_splits if num_splits != 1 else 0,
     )  # fmt: skip
     window = window_of(is_causal, (window_size_left, window_size_right))
-    alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
+    alignment = align(query.shape[-3], key.shape[-3], window, cum_seq_q, cum_seq_k)
     params = _params(query, value, alignment, scale, config)
-    q, k, v = _widened(*_heads_first(query, key, value))
+    q, k, v = _widened(*heads_first(query, key, value))
     q, k, v = alignment.queries(q), alignment.keys(k), alignment.keys(v)
     out, lse, k_mean, *_ = _ops.ops.forward.default(q, k, v, *params.flatten())
     lse = natural_lse(q, lse, k_mean, params)
@@ -199,7 +200,7 @@ def _flash_forward(
     usage.record(NAME, params.kernels)
     out, lse = alignment.put_back_queries(out), alignment.put_back_queries(lse, fill=float("-inf"))
     lse = lse if cum_seq_q is None else lse[0]
-    return *_tokens_first(query, out[..., : value.shape[-1]]), lse, *_state(k_mean), query.new_empty(0)
+    return *tokens_first(query, out[..., : value.shape[-1]]), lse, *_state(k_mean), query.new_empty(0)
 
 
 def _flash_forward_inplace(
@@ -236,10 +237,10 @@ def _flash_backward(
     """``_flash_attention_backward``."""
     check_refused(RESTORE, dropout_p=dropout_p)
     window = window_of(is_causal, (window_size_left, window_size_right))
-    alignment = _align(query, key, cum_seq_q, cum_seq_k, window)
+    alignment = align(query.shape[-3], key.shape[-3], window, cum_seq_q, cum_seq_k)
     lse = logsumexp if cum_seq_q is None else logsumexp.unsqueeze(0)
     params = _params(query, value, alignment, scale, config)
-    grad_out, q, k, v, out = _widened(*_heads_first(grad_out, query, key, value, out))
+    grad_out, q, k, v, out = _widened(*heads_first(grad_out, query, key, value, out))
     grad_out, q, out = (alignment.queries(x) for x in (grad_out, q, out))
     k, v = alignment.keys(k), alignment.keys(v)
     lse = alignment.queries(lse, fill=float("inf"))  # weights of zero for a query that is put among others
@@ -249,7 +250,7 @@ def _flash_backward(
     dq, dk, dv = _ops.ops.backward.default(grad_out, q, k, v, *k.shape[1:3], *saved, *params.flatten())
     dq, dk, dv = alignment.put_back_queries(dq), alignment.put_back_keys(dk), alignment.put_back_keys(dv)
     given = zip((dq, dk, dv), (query, key, value), strict=True)
-    return _tokens_first(query, *(x[..., : like.shape[-1]] for x, like in given))
+    return tokens_first(query, *(x[..., : like.shape[-1]] for x, like in given))
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
@@ -265,32 +266,10 @@ NAME = "torch FlashAttention"
 RESTORE = "call torch.nn.attention.restore_flash_attention_impl(): torch's FlashAttention is SageBwd now"
 
 
-def _align(
-    query: Tensor, key: Tensor, cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, window: tuple[int, int]
-) -> Alignment:
-    if cum_seq_q is None:
-        return align(query.shape[1], key.shape[1], window)
-    if cum_seq_k is None:
-        raise NotImplementedError(
-            "cum_seq_q is given without cum_seq_k; pass the boundaries of the keys, too"
-        )
-    return align_documents(query.shape[0], key.shape[0], window, cum_seq_q, cum_seq_k)
-
-
-def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """(B, N, H, D), or (T, H, D), to (B, H, N, D)."""
-    return tuple((x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2) for x in tensors)
-
-
 def _widened(*tensors: Tensor) -> tuple[Tensor, ...]:
     """All with as many channels as the widest: zeros change no logit and no other channel of the results."""
     width = max(x.shape[-1] for x in tensors)
     return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
-
-
-def _tokens_first(like: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of :func:`_heads_first`, with as many dimensions as ``like``."""
-    return tuple(x.transpose(1, 2) if like.dim() == 4 else x[0].transpose(0, 1) for x in tensors)
 
 
 def _params(

@@ -31,7 +31,7 @@ from sagebwd.integrations.varlen import (
     read_mask,
     remember_recent,
 )
-from sagebwd.usage import Obstacle, choose_kernels
+from sagebwd.usage import Obstacle, find_obstacle
 from sagebwd.validation import check_config, check_name
 from sagebwd.window import CAUSAL, FULL, Window
 
@@ -185,16 +185,13 @@ def _attention(
     layout, obstacle = _find_layout(module, query, key, attention_mask, arguments)
     obstacle = obstacle or _find_obstacle(module, key.shape[2], layout, arguments)
     name, layer = type(module).__name__, getattr(module, "layer_idx", None)
-    if obstacle is None:
-        scaling = arguments.get("scaling")
-        kernels, obstacle = choose_kernels(query, key, value, 1.0 if scaling is None else scaling, config)
-    if obstacle is not None:
+    scaling = arguments.get("scaling")
+    if obstacle := obstacle or find_obstacle(query, key, value, scaling, config):
         usage.fall_back(name, obstacle.reason, fallback, layer, fix=obstacle.fix or USE_ANOTHER)
         return _full_precision(module, query, key, value, attention_mask, layout, arguments)
-    usage.watch_logits(name, query, key, arguments.get("scaling"), config)
-    usage.record(name, kernels, layer)
-    settings = {"scale": arguments.get("scaling"), "sinks": arguments.get(SINKS), "config": config}
-    return attend(query, key, value, layout, **settings).transpose(1, 2).contiguous(), None
+    settings = {"layer": layer, "scale": scaling, "sinks": arguments.get(SINKS), "config": config}
+    out = attend(name, query, key, value, layout, **settings)
+    return out.transpose(1, 2).contiguous(), None
 
 
 # --- Which query sees which key ----------------------------------------------------------------------------
@@ -249,7 +246,7 @@ def _layout(
             return None
         if n_q == 1 and seen.window == CAUSAL and seen.labels is None:
             seen = seen._replace(window=FULL)
-    return find_layout(seen, batch, n_kv, position_ids, cu_seq_lens_q, cu_seq_lens_k)
+    return find_layout(seen, batch, n_q, n_kv, position_ids, cu_seq_lens_q, cu_seq_lens_k)
 
 
 def _check_described(mask: Tensor, key: Tensor) -> None:

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from transformers import MODEL_MAPPING, masking_utils
 
 from sagebwd import usage
-from sagebwd.integrations.varlen import Seen, has_values, once_while_traced, recognise
+from sagebwd.integrations.varlen import Seen, once_while_traced, recognise
+from sagebwd.masks import has_values
 from sagebwd.window import CAUSAL, FULL, Window
 
 MaskFunction = Callable[..., Tensor]

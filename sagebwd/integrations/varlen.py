@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from sagebwd import masks
-from sagebwd.attention import sage_attention
 from sagebwd.integrations.alignment import align
+from sagebwd.usage import counted_attention
 from sagebwd.window import CAUSAL, FULL, Window
 
 #: Results that are remembered: layers may alternate between windows and full attention, and between models.
@@ -39,78 +39,48 @@ class Layout:
         window: how far a query sees within its document, counted from the last query and key.
         shown: (B, N_kv) bool, keys that take part; None: all.
         starts: (B, N_kv) bool, the first shown token of each document; None: each row is one.
-        cu_seqlens: (documents + 1,) int32, their boundaries among the shown tokens.
-        order: puts the shown tokens first; None without hidden ones.
+        tokens: how the batch is packed; None if each row is one document without hidden tokens.
         is_wrong: () bool, whether the batch is another than its shapes promised.
-        hides_queries: whether a window hides a hidden token as a query, too. Else all keys that are shown
-            must lie before the hidden ones.
         has_holes: whether a window counts hidden tokens within a document, which SageBwd does not.
     """
 
     window: Window
     shown: Tensor | None = None
     starts: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    order: masks.Order | None = None
+    tokens: masks.PackedTokens | None = None
     is_wrong: Tensor | None = None
-    hides_queries: bool = True
     has_holes: bool = False
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    layout: Layout,
-    *,
-    attention: Callable[..., Tensor] = sage_attention,
-    **settings: Any,
-) -> Tensor:
+def attend(name: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, **settings: Any) -> Tensor:
     """Attention as ``layout`` has it; zero for queries that see no key.
 
     Args:
+        name: what the call is counted as.
         q: (B, H, N_q, D).
         k: (B, H_kv, N_kv, D).
         v: (B, H_kv, N_kv, D_v).
         layout: of this batch.
-        attention: called as :func:`sagebwd.sage_attention`.
-        settings: ``scale``, ``sinks`` and ``config`` of :func:`sagebwd.sage_attention`.
+        settings: ``layer``, ``scale``, ``sinks`` and ``config`` of :func:`sagebwd.usage.counted_attention`.
 
     Returns:
         (B, H, N_q, D_v).
     """
-    n_q, n_kv = q.shape[2], k.shape[2]
+    n_q, tokens = q.shape[2], layout.tokens
     settings["enable_gqa"] = True
-    if layout.starts is None and layout.shown is None:
-        alignment = align(n_q, n_kv, layout.window)
+    if tokens is None:
+        alignment = align(n_q, k.shape[2], layout.window)
         k, v = alignment.keys(k), alignment.keys(v)
-        out = attention(alignment.queries(q), k, v, window_size=alignment.window, **settings)
+        out = counted_attention(name, alignment.queries(q), k, v, window_size=alignment.window, **settings)
         out = alignment.put_back_queries(out)
     else:
-        settings["window_size"] = layout.window
-        if n_q < n_kv and (layout.window != FULL or layout.starts is not None):
-            # Queries before the given ones, whose results nothing reads: they add nothing to any gradient.
-            q = F.pad(q, (0, 0, n_kv - n_q, 0))
-        out = _attend_to_shown(q, k, v, layout, functools.partial(attention, **settings))[:, :, -n_q:]
-    if layout.is_wrong is not None:
-        # A product, because it takes the NaN to the gradients as well.
-        out = out * torch.where(layout.is_wrong, torch.nan, 1.0).to(out.dtype)
-    return out
-
-
-def _attend_to_shown(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, attention: Callable[..., Tensor]
-) -> Tensor:
-    if layout.starts is not None:
-        tensors = (_lay_end_to_end(x, layout.order) for x in (q, k, v))
-        out = attention(*tensors, cu_seqlens=layout.cu_seqlens)[0].transpose(0, 1)
-        out = out if layout.order is None else layout.order.undo(out)
-        return out.unflatten(0, (q.shape[0], -1)).transpose(1, 2)
-    if layout.hides_queries:
-        return attention(q, k, v, key_padding_mask=layout.shown)
-    tokens = masks.VisibleTokens(masks.KeyMask(layout.shown), q.shape[2], hides_queries=False)
-    cuts = {"cu_seqlens": tokens.cu_seqlens, "cu_seqlens_kv": tokens.cu_seqlens_kv}
-    return tokens.unpack(attention(*tokens.pack(q, k, v), **cuts))
+        # Queries before the given ones, whose results nothing reads, add nothing to any gradient.
+        q = F.pad(q, (0, 0, tokens.n_q - n_q, 0)) if tokens.n_q > n_q else q
+        settings |= {"cu_seqlens": tokens.cu_seqlens, "cu_seqlens_kv": tokens.cu_seqlens_kv}
+        tensors = tokens.pack(q, k, v)
+        out = counted_attention(name, *tensors, window_size=tuple(layout.window), **settings)
+        out = tokens.unpack(out)[:, :, -n_q:]
+    return masks.nan_where(layout.is_wrong, out)
 
 
 def dense_mask(layout: Layout, n_q: int, n_kv: int, device: torch.device) -> Tensor | None:
@@ -131,7 +101,11 @@ def dense_mask(layout: Layout, n_q: int, n_kv: int, device: torch.device) -> Ten
 
 
 class Seen(NamedTuple):
-    """What a mask shows, as :func:`find_layout` takes it; ``hides_queries`` as of :class:`Layout`."""
+    """What a mask shows, as :func:`find_layout` takes it.
+
+    hides_queries: whether a window hides a hidden token as a query, too. Else all keys that are shown must
+        lie before the hidden ones.
+    """
 
     window: Window
     shown: Tensor | None = None
@@ -209,6 +183,7 @@ def _is_same(known: Any, x: Any) -> bool:
 def find_layout(
     seen: Seen,
     batch: int,
+    n_q: int,
     n: int,
     position_ids: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -218,7 +193,7 @@ def find_layout(
 
     Args:
         seen: what the mask shows.
-        batch, n: B and N_kv.
+        batch, n_q, n: B, N_q and N_kv.
         position_ids: (B or 1, N); a document starts where they fall, or return to the lowest of the row.
         cu_seqlens, cu_seqlens_kv: (documents + 1,) boundaries within the only row, of queries and of keys.
 
@@ -226,21 +201,17 @@ def find_layout(
         ValueError: the boundaries do not cut the row, or differ; in a compiled graph that gives NaN.
     """
     shown, labels = seen.shown, seen.labels
-    layout = Layout(seen.window, shown, hides_queries=seen.hides_queries)
     tensors = [x for x in (labels, position_ids, cu_seqlens, shown) if x is not None]
     if not tensors:
-        return layout
-    is_read = has_values(tensors[0])
+        return Layout(seen.window)
+    is_read = masks.has_values(tensors[0])
     # All rows have the same signs, as those of positions that a model counts itself: in a graph, none.
     is_one_row = [x.shape[0] == 1 or x.stride(0) == 0 for x in (labels, position_ids) if x is not None]
     is_shared = not is_read and batch > 1 and all(is_one_row)
     hidden_in = None if is_shared else shown
     signs = _signs(_filled(hidden_in), n, labels, position_ids, cu_seqlens)
-    # All layers then share one order. In a graph sage_attention finds it, which the compiler does once.
-    hides_queries = seen.hides_queries and (seen.window != FULL or labels is not None)
-    needs_order = is_read and shown is not None and hides_queries
-    if not signs and not needs_order:
-        return _find_holes(layout, is_read)
+    if not signs:
+        return _one_document_a_row(seen, n_q, n, is_read)
     first = _first(hidden_in, n, tensors[0].device)
     further = functools.reduce(torch.logical_or, signs, torch.zeros_like(first)) & ~first
     further = further if hidden_in is None else further & shown
@@ -252,21 +223,31 @@ def find_layout(
                 f"must be the same, start at 0, never fall, and end at {n}, the number of tokens"
             )
         further = further.expand(batch, -1)
-        count = int(further.sum()) if signs else 0
-        if not count and not needs_order:
-            return _find_holes(layout, is_read)
+        count = int(further.sum())
+        if not count:
+            return _one_document_a_row(seen, n_q, n, is_read)
         count, is_wrong = count + batch, None
     elif is_shared or (seen.window == FULL and shown is not None and labels is None):
-        return replace(layout, is_wrong=further.any())
+        layout = _one_document_a_row(seen, n_q, n, is_read)
+        return replace(layout, is_wrong=_either(layout.is_wrong, further.any()))
     else:
         count = batch + batch * n // MEAN_LENGTH + ROOM if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        is_too_many = (first | further).sum() > count
-        is_wrong = is_too_many if is_wrong is None else is_wrong | is_too_many
+        is_wrong = _either(is_wrong, (first | further).sum() > count)
     starts = (first | further).expand(batch, -1)
     order = None if shown is None else masks.Order.of(shown.flatten())
     cuts = _boundaries(starts, shown, order, count)
-    layout = replace(layout, starts=starts, cu_seqlens=cuts, order=order, is_wrong=is_wrong)
-    return _find_holes(layout, is_read)
+    tokens = masks.PackedTokens(batch, n, cuts, cuts, order, order)
+    return _find_holes(Layout(seen.window, shown, starts, tokens, is_wrong), is_read)
+
+
+def _one_document_a_row(seen: Seen, n_q: int, n: int, is_read: bool) -> Layout:
+    if seen.shown is None:
+        return Layout(seen.window)
+    is_full = seen.window == FULL and seen.labels is None
+    hides_queries = seen.hides_queries and not is_full
+    mask = masks.KeyMask(seen.shown)
+    tokens = masks.VisibleTokens(mask, n_q if is_full else n, hides_queries=hides_queries)
+    return _find_holes(Layout(seen.window, seen.shown, tokens=tokens), is_read)
 
 
 def _signs(
@@ -295,21 +276,16 @@ def _first(shown: Tensor | None, n: int, device: torch.device) -> Tensor:
 
 def _find_holes(layout: Layout, is_read: bool) -> Layout:
     """``layout`` with its ``has_holes``, or in a graph wrong if it has any."""
-    shown, starts = layout.shown, layout.starts
-    if shown is None or not layout.window.is_sliding:
+    if layout.shown is None or not layout.window.is_sliding:
         return layout
-    starts = _first(shown, shown.shape[1], shown.device) if starts is None else starts
-    has_holes = (masks.starts_of_runs(shown) & ~starts).any(1)
-    holes = (has_holes & masks.reach_beyond(layout.window, shown)).any()
+    holes = masks.have_holes(layout.window, layout.shown, layout.starts).any()
     if is_read:
         return replace(layout, has_holes=bool(holes))
-    return replace(layout, is_wrong=holes if layout.is_wrong is None else layout.is_wrong | holes)
+    return replace(layout, is_wrong=_either(layout.is_wrong, holes))
 
 
-def has_values(x: Tensor) -> bool:
-    """Whether x is no tracer's, which has none to read. Reading them waits for a GPU."""
-    is_traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return type(x) is Tensor and x.device.type != "meta" and not is_traced
+def _either(is_wrong: Tensor | None, is_wrong_too: Tensor) -> Tensor:
+    return is_wrong_too if is_wrong is None else is_wrong | is_wrong_too
 
 
 def _are_wrong(cu_seqlens: Tensor, cu_seqlens_kv: Tensor, n: int) -> Tensor:
@@ -357,12 +333,6 @@ def _boundaries(starts: Tensor, shown: Tensor | None, order: masks.Order | None,
     return torch.cat([torch.minimum(begins, end), end]).int()
 
 
-def _lay_end_to_end(x: Tensor, order: masks.Order | None) -> Tensor:
-    """(B, H, N, D) to (1, H, T, D)."""
-    x = x.transpose(1, 2).flatten(0, 1)
-    return (x if order is None else order.sort(x)).transpose(0, 1)[None]
-
-
 # --- From a mask of each pair of tokens --------------------------------------------------------------------
 
 
@@ -383,7 +353,7 @@ def read_mask(mask: Any, batch: int, n_q: int, n_kv: int) -> Seen | None:
     mask = _without_copies(mask)
     if mask.dtype == torch.bool and mask.shape[1:3] == (1, 1):
         return Seen(FULL, mask[:, 0, 0].expand(batch, -1))
-    if not has_values(mask):
+    if not masks.has_values(mask):
         return None
     seen = mask
     if mask.is_floating_point():

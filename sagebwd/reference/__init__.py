@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
 from sagebwd.kernels.layout import padded_head_dim
-from sagebwd.reference import documents
-from sagebwd.reference.algorithm import Output, ReferenceConfig, SoftmaxGradientTiles
-from sagebwd.reference.documents import Document
+from sagebwd.reference import algorithm
+from sagebwd.reference.algorithm import SoftmaxGradientTiles
+from sagebwd.reference.documents import locate, token_means
 from sagebwd.reference.exact import AttentionResult, exact_attention
 from sagebwd.validation import check_arguments, check_documents, check_grad_out
 from sagebwd.window import Window
@@ -38,9 +38,6 @@ def attention(
     cu_seqlens: Tensor | None = None,
     cu_seqlens_kv: Tensor | None = None,
     config: SageConfig = DEFAULT_CONFIG,
-    s_levels: int = 1,
-    exact_delta: bool = False,
-    add_mean_k_term: bool = False,
 ) -> AttentionResult:
     """Forward and, with ``grad_out``, backward, with every intermediate: for tests and measurements.
 
@@ -53,12 +50,6 @@ def attention(
         is_causal, scale, enable_gqa: as in torch's ``scaled_dot_product_attention``.
         window_size, cu_seqlens, cu_seqlens_kv: as of :func:`sagebwd.sage_attention`.
         config: what is quantized, and how.
-        s_levels: 1: S from one INT8 product. 2: S from INT8 high and low halves of Q and K, which takes
-            three INT8 products and leaves almost no error in S.
-        exact_delta: δ = rowsum(P∘dP), consistent with the P and dP of the backward, instead of
-            δ = rowsum(dO∘O). Computes S and dP once more.
-        add_mean_k_term: add rowsum(dS)·μ_K to dQ, as SageAttention3 (arXiv 2505.11594) does. In exact
-            arithmetic rowsum(dS) = 0. With a quantized O it is an error, which the term multiplies by μ_K.
 
     Returns:
         Everything that was computed. p, dp and ds are those of the backward before they are quantized for
@@ -72,33 +63,31 @@ def attention(
         sizes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ValueError(f"got {sizes}; pass (B, H, N, D) with one head size for all, and no size of zero")
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
-    switches = {"s_levels": s_levels, "exact_delta": exact_delta, "add_mean_k_term": add_mean_k_term}
-    config = ReferenceConfig.of(config, **switches)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     window = Window.of(is_causal, window_size)
     params = AttentionParams(window, scale, config, "reference", cu_seqlens, cu_seqlens_kv)
-    packed = documents.locate(q, k, cu_seqlens, cu_seqlens_kv)
-    with torch.autocast(q.device.type, enabled=False):
-        saved = documents.forward(q, k, v, packed, params)
-        if grad_out is None:
-            return AttentionResult(saved.out, saved.lse)
-        check_grad_out(grad_out, q)
-        inputs = (grad_out, q, k, v, saved)
-        intermediates = _p_dp_ds_delta(*inputs, packed, params)
-        gradients = documents.backward(*inputs, packed, params)
-    return AttentionResult(saved.out, saved.lse, *intermediates, *gradients)
+    saved = forward(q, k, v, params)
+    if grad_out is None:
+        return AttentionResult(saved.out, saved.lse)
+    check_grad_out(grad_out, q)
+    inputs = (grad_out, q, k, v, saved, params)
+    return AttentionResult(saved.out, saved.lse, *_p_dp_ds_delta(*inputs), *backward(*inputs))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
-    """As :mod:`sagebwd.interface` has it; packs nothing.
+    """As :mod:`sagebwd.interface` has it; packs nothing. Tokens of no document get out 0 and lse −inf.
 
     Reads ``cu_seqlens``, which waits for the device. Raises ValueError for boundaries out of order or range.
     """
-    packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
-    params = params._replace(config=ReferenceConfig.of(params.config))
+    out = torch.zeros_like(q)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+    residual = torch.zeros_like(q) if params.config.compensate_o else q.new_empty(0)
     with torch.autocast(q.device.type, enabled=False):
-        out, lse, residual, _ = documents.forward(q, k, v, packed, params)
-    residual = q.new_empty(0) if residual is None else residual
+        for document in locate(q, k, *params.boundaries):
+            rows, own = document.queries, algorithm.forward(*document.take(q, k, v), params)
+            out[..., rows, :], lse[..., rows] = own.out, own.lse
+            if own.residual is not None:
+                residual[..., rows, :] = own.residual
     return ForwardResult(out, lse, token_mean(k, params), residual, *nothing_packed(q))
 
 
@@ -106,7 +95,7 @@ def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """The ``k_mean`` of :func:`forward`."""
     if not params.config.smooths_k:
         return no_mean(k)
-    means = documents.token_means(k, params.kv_boundaries)
+    means = token_means(k, params.kv_boundaries)
     return pad(means, (0, padded_head_dim(k.shape[-1]) - k.shape[-1])).flatten(-2)
 
 
@@ -119,36 +108,31 @@ def backward(
     params: AttentionParams,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, laid out as q, k, v, from the results of :func:`forward`."""
-    residual = saved.out_residual if params.config.compensate_o else None
-    k_mean = None
-    if params.config.smooths_k:
-        k_mean = saved.k_mean.unflatten(-1, (params.documents, -1))[..., : k.shape[-1]]
-    output = Output(saved.out, saved.lse, residual, k_mean)
-    packed = documents.locate(q, k, params.cu_seqlens, params.cu_seqlens_kv)
-    params = params._replace(config=ReferenceConfig.of(params.config))
+    """dq, dk, dv, laid out as q, k, v, from the results of :func:`forward`; 0 for tokens of no document."""
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     with torch.autocast(q.device.type, enabled=False):
-        return documents.backward(grad_out, q, k, v, output, packed, params, grad_lse)
+        for document in locate(q, k, *params.boundaries):
+            rows, columns, _ = document
+            inputs = document.take_for_backward(grad_out, q, k, v, saved)
+            own = None if grad_lse is None else grad_lse[..., rows]
+            gradients = algorithm.backward(*inputs, params, own)
+            dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = gradients
+    return dq, dk, dv
 
 
 def _p_dp_ds_delta(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    saved: Output,
-    packed: list[Document],
-    params: AttentionParams,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult, params: AttentionParams
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """P, dP and dS (B, H, N_q, N_kv), and δ (B, H, N_q), of all documents put together."""
     lse = saved.lse
     p, dp, ds = lse.new_zeros((3, *lse.shape, k.shape[-2]))
     delta = torch.zeros_like(lse)
-    for document in packed:
-        rows, columns, _ = document
-        tiles = SoftmaxGradientTiles(*document.take_for_backward(grad_out, q, k, v, saved), params)
-        delta[..., rows] = tiles.delta
-        _fill(tiles, *(x[..., rows, columns] for x in (p, dp, ds)))
+    with torch.autocast(q.device.type, enabled=False):
+        for document in locate(q, k, *params.boundaries):
+            rows, columns, _ = document
+            tiles = SoftmaxGradientTiles(*document.take_for_backward(grad_out, q, k, v, saved), params)
+            delta[..., rows] = tiles.delta
+            _fill(tiles, *(x[..., rows, columns] for x in (p, dp, ds)))
     return p, dp, ds, delta
 
 

@@ -11,54 +11,24 @@ lse and delta (B, H, N_q).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sagebwd.config import SageConfig
 from sagebwd.interface import AttentionParams
 from sagebwd.reference.quantization import (
     OPERAND_AXES,
     PER_BLOCK,
     PER_ROW,
-    Operand,
+    Products,
     infinite_to_nan,
     product,
     product_in_fp16,
     quantize,
-    round_to,
     to_fp16,
 )
 from sagebwd.reference.scores import ScoreTiles, subtract_token_mean
-
-
-@dataclass(frozen=True)
-class ReferenceConfig(SageConfig):
-    """With what only the reference has, for studies of error: see :func:`sagebwd.reference.attention`."""
-
-    s_levels: int = 1
-    exact_delta: bool = False
-    add_mean_k_term: bool = False
-
-    @classmethod
-    def of(cls, config: SageConfig, **switches: Any) -> ReferenceConfig:
-        """``config`` and the switches. Raises ValueError where they contradict each other."""
-        return cls(**asdict(config), **switches)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.s_levels not in (1, 2):
-            raise ValueError(f"s_levels is {self.s_levels!r}; set it to 1 or 2")
-        if self.s_levels == 2 and not (self.is_int8("s_fwd") and self.is_int8("s_bwd")):
-            raise ValueError(
-                "s_levels=2 needs an INT8 S; add 's_fwd' and 's_bwd' to int8_matmuls or set s_levels=1"
-            )
-        if self.exact_delta and self.compensate_o:
-            raise ValueError("exact_delta=True makes its own δ; set compensate_o=False or exact_delta=False")
-        if self.add_mean_k_term and not self.smooths_k:
-            raise ValueError("add_mean_k_term=True needs a smoothed K; set smooth_k=True, with K in INT8")
 
 
 class Output(NamedTuple):
@@ -69,8 +39,7 @@ class Output(NamedTuple):
         for a query that sees no key.
     residual: the error of rounding out to its dtype, which ``compensate_o`` saves for the backward; otherwise
         None.
-    k_mean: what the backward subtracts from K, (B, H_kv, documents, D), 1 document where it is cut; None: the
-        mean of K, as Algorithm 1 did.
+    k_mean: (B, H_kv, 1, D), the mean of K that the backward subtracts; None without K-smoothing.
     """
 
     out: Tensor
@@ -145,8 +114,6 @@ def backward(
             dv[..., columns, :] += products.contract_tokens(p.mT, do_blocks[i], "dv", shared, mask.mT)
             dq[..., rows, :] += products.contract_tokens(ds, k_blocks[j], "dq", shared, mask)
             dk[..., columns, :] += products.contract_tokens(ds.mT, q_blocks[i], "dk", shared, mask.mT)
-            if config.add_mean_k_term:
-                dq[..., rows, :] += ds.sum(-1, keepdim=True) * scores.k_mean
             if config.smooth_q:
                 dk[..., columns, :] += ds.sum(-2).unsqueeze(-1) * scores.q_means[i]
 
@@ -189,19 +156,16 @@ class SoftmaxGradientTiles:
             self._do_blocks = [to_fp16(x, factor * quantize(x, shared).scale) for x, _ in self._do_blocks]
             self._v_blocks = [to_fp16(x, x.abs().amax(shared, keepdim=True)) for x, _ in self._v_blocks]
         whole_out = out.float() if residual is None else out.float() + residual.float()
-        delta = self._exact_delta() if config.exact_delta else (grad_out.float() * whole_out).sum(-1)
+        delta = (grad_out.float() * whole_out).sum(-1)
         self.delta = infinite_to_nan(delta if grad_lse is None else delta - grad_lse)
 
     def tile(self, i: int, j: int) -> tuple[Tensor, Tensor, Tensor]:
         """P, dP and dS (B, H, rows, columns) of tile (i, j), fp32."""
-        p, dp = self._p_and_dp(i, j)
-        return p, dp, self._hide(p * (dp - self.delta[..., self.scores.rows(i), None]), i, j)
-
-    def _p_and_dp(self, i: int, j: int) -> tuple[Tensor, Tensor]:
-        p = (self.scores.tile(i, j) - self._lse[..., self.scores.rows(i), None]).exp_()
+        rows = self.scores.rows(i)
+        p = self._hide((self.scores.tile(i, j) - self._lse[..., rows, None]).exp_(), i, j)
         multiply = product_in_fp16 if self.scores.config.dp_fp16_accumulation else product
-        dp = multiply(self._do_blocks[i], self._v_blocks[j].mT)
-        return self._hide(p, i, j), self._hide(dp, i, j)
+        dp = self._hide(multiply(self._do_blocks[i], self._v_blocks[j].mT), i, j)
+        return p, dp, self._hide(p * (dp - self.delta[..., rows, None]), i, j)
 
     def _hide(self, x: Tensor, i: int, j: int) -> Tensor:
         """With a scale per token: zero where the mask hides a key, whose NaN would come through otherwise.
@@ -211,57 +175,6 @@ class SoftmaxGradientTiles:
         if self.scores.config.operand_scales == "block":
             return x
         return torch.where(self.scores.mask(i, j), x, 0.0)
-
-    def _exact_delta(self) -> Tensor:
-        """rowsum(P ∘ dP), which makes the rows of dS sum to zero whatever the errors of P and dP."""
-        delta = torch.zeros_like(self._lse)
-        for i in range(len(self.scores.q_blocks)):
-            for j in self.scores.visible_columns(i):
-                p, dp = self._p_and_dp(i, j)
-                delta[..., self.scores.rows(i)] += (p * dp).sum(-1)
-        return delta
-
-
-class Products:
-    """How the matrix products of one attention take their operands: INT8, or rounded to ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype, config: SageConfig) -> None:
-        self.dtype, self.config = dtype, config
-
-    def operand(self, x: Tensor, matmul: str, shared: tuple[int, ...], *, unsigned: bool = False) -> Operand:
-        """``x`` as ``matmul`` takes it; in INT8, ``unsigned`` or not, with scales shared along ``shared``."""
-        if not self.config.is_int8(matmul):
-            return round_to(x, self.dtype)
-        return quantize(x, shared, unsigned=unsigned)
-
-    def tokens(self, block: Tensor, matmul: str) -> Operand:
-        """A block (..., tokens, D) of Q, K, V or dO as ``matmul`` takes it."""
-        return self.operand(block, matmul, OPERAND_AXES[self.config.operand_scales])
-
-    def token_blocks(self, x: Tensor, matmul: str, size: int) -> list[Operand]:
-        """:meth:`tokens` of each block of ``size`` tokens of x (..., N, D)."""
-        return [self.tokens(block, matmul) for block in x.float().split(size, -2)]
-
-    def contract_tokens(
-        self, weights: Tensor, tokens: Operand, matmul: str, shared: tuple[int, ...], mask: Tensor
-    ) -> Tensor:
-        """``weights @ tokens``, (..., M, D): one of O = PV, dV = PᵀdO, dQ = dS·K and dK = dSᵀQ.
-
-        A scale per token runs along the contracted axis, which no INT8 product can do; so the weights take
-        it, before they are quantized.
-
-        Args:
-            weights: (..., M, tokens) fp32.
-            tokens: (..., tokens, D), of :meth:`tokens`.
-            matmul: which of the products it is.
-            shared: the axes of ``weights`` along which one INT8 scale is shared.
-            mask: False where a weight is hidden. It stays zero, whatever the scale of its token.
-        """
-        if self.config.operand_scales == "token" and self.config.is_int8(matmul):
-            weights = torch.where(mask, weights * tokens.scale.mT, 0.0)
-            tokens = Operand(tokens.values, torch.ones_like(tokens.scale[..., :1, :]))
-        unsigned = self.config.is_unsigned(matmul)
-        return product(self.operand(weights, matmul, shared, unsigned=unsigned), tokens)
 
 
 def _one_head_per_query_head(q: Tensor, *keys_and_values: Tensor) -> tuple[Tensor, ...]:

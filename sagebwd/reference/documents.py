@@ -1,9 +1,7 @@
 """Packed documents: sequences laid end to end along the token axis, none of which attends to another.
 
-Forward and backward run :mod:`sagebwd.reference.algorithm` on each document alone, so that its mask, mean of
-K and quantization blocks start at its own first token, and put the results where the document lies.
-``documents`` below lists those that have queries and keys; tokens of no such document get out 0, lse −inf and
-gradients 0.
+:mod:`sagebwd.reference.algorithm` runs on each document alone, so that its mask, mean of K and quantization
+blocks start at its own first token.
 """
 
 from __future__ import annotations
@@ -14,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sagebwd.interface import AttentionParams
-from sagebwd.reference import algorithm
+from sagebwd.interface import ForwardResult
+from sagebwd.kernels.layout import padded_head_dim
 from sagebwd.reference.algorithm import Output
 
 
@@ -31,12 +29,12 @@ class Document(NamedTuple):
         return cut(q, self.queries), cut(k, self.keys), cut(v, self.keys)
 
     def take_for_backward(
-        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: Output
+        self, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, saved: ForwardResult
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Output]:
         """The same of all that the backward takes."""
-        rows = self.queries
-        residual = None if saved.residual is None else cut(saved.residual, rows)
-        k_mean = None if saved.k_mean is None else saved.k_mean[..., self.index : self.index + 1, :]
+        rows, first = self.queries, self.index * padded_head_dim(k.shape[-1])
+        residual = cut(saved.out_residual, rows) if saved.out_residual.numel() else None
+        k_mean = saved.k_mean[:, :, None, first : first + k.shape[-1]] if saved.k_mean.numel() else None
         own = Output(cut(saved.out, rows), saved.lse[..., rows], residual, k_mean)
         return cut(grad_out, rows), *self.take(q, k, v), own
 
@@ -71,41 +69,6 @@ def token_means(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     whole = [slice(0, k.shape[-2])]
     parts = whole if cu_seqlens is None else slices("cu_seqlens", cu_seqlens, k.shape[-2])
     return torch.stack([cut(k, part).float().sum(-2) / max(part.stop - part.start, 1) for part in parts], -2)
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, documents: list[Document], params: AttentionParams) -> Output:
-    """Algorithm 1; out is laid out as q."""
-    out = torch.zeros_like(q)
-    lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
-    residual = torch.zeros_like(q) if params.config.compensate_o else None
-    for document in documents:
-        rows = document.queries
-        found = algorithm.forward(*document.take(q, k, v), params)
-        out[..., rows, :], lse[..., rows] = found.out, found.lse
-        if residual is not None:
-            residual[..., rows, :] = found.residual
-    return Output(out, lse, residual)
-
-
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    saved: Output,
-    documents: list[Document],
-    params: AttentionParams,
-    grad_lse: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Algorithm 2: dq, dk, dv, laid out as q, k, v."""
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for document in documents:
-        rows, columns, _ = document
-        inputs = document.take_for_backward(grad_out, q, k, v, saved)
-        own = None if grad_lse is None else grad_lse[..., rows]
-        gradients = algorithm.backward(*inputs, params, own)
-        dq[..., rows, :], dk[..., columns, :], dv[..., columns, :] = gradients
-    return dq, dk, dv
 
 
 def slices(name: str, cu_seqlens: Tensor, n_tokens: int) -> list[slice]:

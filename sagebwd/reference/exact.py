@@ -159,18 +159,16 @@ def _zero_result(
 ) -> AttentionResult:
     """Of attention without documents: zeros, and an lse of sinks or −inf; None for what is not asked for."""
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=q.device)
-
-    rows, n_kv = q.shape[:-1], k.shape[-2]
-    out, lse = zeros(*rows, v.shape[-1]), zeros(*rows)
-    lse += -torch.inf if sinks is None else sinks.unsqueeze(-1)
-    p = zeros(*rows, n_kv) if has_matrices else None
-    if not has_gradients:
-        return AttentionResult(out, lse, p)
-    dp, ds = (zeros(*rows, n_kv) if has_matrices else None for _ in range(2))
-    gradients = (None if x is None else zeros(*x.shape) for x in (q, k, v, sinks))
-    return AttentionResult(out, lse, p, dp, ds, zeros(*rows), *gradients)
+    rows, matrix = q.shape[:-1], (*q.shape[:-1], k.shape[-2])
+    shapes = {"out": (*rows, v.shape[-1]), "lse": rows}
+    if has_gradients:
+        shapes |= {"delta": rows, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+        shapes |= {} if sinks is None else {"dsinks": sinks.shape}
+    if has_matrices:
+        shapes |= dict.fromkeys(("p", "dp", "ds") if has_gradients else ("p",), matrix)
+    result = {name: torch.zeros(shape, dtype=dtype, device=q.device) for name, shape in shapes.items()}
+    result["lse"] += -torch.inf if sinks is None else sinks.unsqueeze(-1)
+    return AttentionResult(**result)
 
 
 def _attend(found: ExactRows, values: Tensor, sinks: Tensor | None, result: AttentionResult) -> ExactRows:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sagebwd.config import SageConfig
+
 #: Largest magnitude of a signed INT8 value, and largest unsigned value.
 INT8_MAX, UINT8_MAX = 127, 255
 
@@ -59,28 +61,8 @@ def quantize(x: Tensor, shared: tuple[int, ...] = PER_BLOCK, *, unsigned: bool =
     scale = x.abs().amax(shared, keepdim=True) / (UINT8_MAX if unsigned else INT8_MAX)
     scale = torch.where(scale < torch.finfo(torch.float32).tiny, 0.0, scale)
     scale = infinite_to_nan(scale)
-    return Operand(_round_quotient(x, scale), scale)
-
-
-def quantize_two_levels(x: Tensor, shared: tuple[int, ...] = PER_BLOCK) -> tuple[Operand, Operand]:
-    """Split x into INT8 high and low halves, x ≈ high + low, with scales shared along ``shared`` each.
-
-    The remainder of the high half is at most s / 2, so the scale of the low half is s / 254.
-
-    Args:
-        x: (..., rows, columns) fp32.
-        shared: as of :func:`quantize`.
-    """
-    high = quantize(x, shared)
-    low_scale = high.scale / (2 * INT8_MAX)
-    remainder = x - high.values * high.scale
-    return high, Operand(_round_quotient(remainder, low_scale), low_scale)
-
-
-def _round_quotient(x: Tensor, scale: Tensor) -> Tensor:
-    """round(x / scale), and zero where the scale is zero or NaN."""
     quotient = x / torch.where(scale > 0, scale, torch.inf)
-    return quotient.round_().nan_to_num_(0.0)
+    return Operand(quotient.round_().nan_to_num_(0.0), scale)
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Operand:
@@ -143,3 +125,45 @@ def product_in_fp16(a: Operand, b: Operand) -> Tensor:
     for left, right in zip(a.values.split(FP16_STEP, -1), b.values.split(FP16_STEP, -2), strict=True):
         total = (total + left @ right).half().float()
     return total * (a.scale * b.scale)
+
+
+class Products:
+    """How the matrix products of one attention take their operands: INT8, or rounded to ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype, config: SageConfig) -> None:
+        self.dtype, self.config = dtype, config
+
+    def operand(self, x: Tensor, matmul: str, shared: tuple[int, ...], *, unsigned: bool = False) -> Operand:
+        """``x`` as ``matmul`` takes it; in INT8, ``unsigned`` or not, with scales shared along ``shared``."""
+        if not self.config.is_int8(matmul):
+            return round_to(x, self.dtype)
+        return quantize(x, shared, unsigned=unsigned)
+
+    def tokens(self, block: Tensor, matmul: str) -> Operand:
+        """A block (..., tokens, D) of Q, K, V or dO as ``matmul`` takes it."""
+        return self.operand(block, matmul, OPERAND_AXES[self.config.operand_scales])
+
+    def token_blocks(self, x: Tensor, matmul: str, size: int) -> list[Operand]:
+        """:meth:`tokens` of each block of ``size`` tokens of x (..., N, D)."""
+        return [self.tokens(block, matmul) for block in x.float().split(size, -2)]
+
+    def contract_tokens(
+        self, weights: Tensor, tokens: Operand, matmul: str, shared: tuple[int, ...], mask: Tensor
+    ) -> Tensor:
+        """``weights @ tokens``, (..., M, D): one of O = PV, dV = PᵀdO, dQ = dS·K and dK = dSᵀQ.
+
+        A scale per token runs along the contracted axis, which no INT8 product can do; so the weights take
+        it, before they are quantized.
+
+        Args:
+            weights: (..., M, tokens) fp32.
+            tokens: (..., tokens, D), of :meth:`tokens`.
+            matmul: which of the products it is.
+            shared: the axes of ``weights`` along which one INT8 scale is shared.
+            mask: False where a weight is hidden. It stays zero, whatever the scale of its token.
+        """
+        if self.config.operand_scales == "token" and self.config.is_int8(matmul):
+            weights = torch.where(mask, weights * tokens.scale.mT, 0.0)
+            tokens = Operand(tokens.values, torch.ones_like(tokens.scale[..., :1, :]))
+        unsigned = self.config.is_unsigned(matmul)
+        return product(self.operand(weights, matmul, shared, unsigned=unsigned), tokens)

@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 from sagebwd.interface import AttentionParams
-from sagebwd.reference.quantization import (
-    OPERAND_AXES,
-    Operand,
-    product,
-    quantize,
-    quantize_two_levels,
-    round_to,
-)
+from sagebwd.reference.quantization import Products, product
 
 
 def subtract_token_mean(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,14 +52,9 @@ class ScoreTiles:
         if self.config.smooth_q:
             self.q_blocks, self.q_means = zip(*map(subtract_token_mean, self.q_blocks), strict=True)
 
-        self._q_levels = [self._levels(block, matmul, q.dtype) for block in self.q_blocks]
-        self._k_levels = [self._levels(block, matmul, k.dtype) for block in self.k_blocks]
-
-    def _levels(self, block: Tensor, matmul: str, dtype: torch.dtype) -> tuple[Operand, ...]:
-        if not self.config.is_int8(matmul):
-            return (round_to(block, dtype),)
-        shared = OPERAND_AXES[self.config.operand_scales]
-        return quantize_two_levels(block, shared) if self.config.s_levels == 2 else (quantize(block, shared),)
+        products = Products(q.dtype, self.config)
+        self._q_operands = [products.tokens(block, matmul) for block in self.q_blocks]
+        self._k_operands = [products.tokens(block, matmul) for block in self.k_blocks]
 
     def rows(self, i: int) -> slice:
         """The queries of tile row i."""
@@ -91,12 +79,7 @@ class ScoreTiles:
 
     def tile(self, i: int, j: int) -> Tensor:
         """S (B, H, rows, columns) of tile (i, j) in fp32, −inf where the mask hides a key."""
-        q_high, *q_lows = self._q_levels[i]
-        k_high, *k_lows = self._k_levels[j]
-        s = product(q_high, k_high.mT)
-        for q_low, k_low in zip(q_lows, k_lows, strict=True):  # with s_levels=2
-            # low · low is left out: it would halve an error that is a hundredth of what one level leaves.
-            s = s + product(q_high, k_low.mT) + product(q_low, k_high.mT)
+        s = product(self._q_operands[i], self._k_operands[j].mT)
         if self.q_means:
             s = s + self.q_means[i] @ self.k_blocks[j].mT
         return torch.where(self.mask(i, j), s * self.scale, -torch.inf)

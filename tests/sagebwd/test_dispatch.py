@@ -296,8 +296,8 @@ def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
 
 @pytest.mark.parametrize("gpu", [H200, RTX_4090], ids=str)
 def test_a_gpu_without_a_compiler_warns_once(choose, gpu):
-    gpu = gpu._replace(no_cuda_kernels="NVRTC cannot be loaded")
-    with pytest.warns(UserWarning, match="on this GPU: NVRTC cannot be loaded"):
+    gpu = gpu._replace(no_cuda_kernels="NVRTC cannot be loaded; install it")
+    with pytest.warns(UserWarning, match=r"on this GPU: NVRTC cannot be loaded \(install it\)"):
         assert choose(gpu) == "triton"
     assert choose(gpu) == "triton"
 

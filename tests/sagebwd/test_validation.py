@@ -158,16 +158,6 @@ def test_explain_refuses_what_the_call_refuses():
             (functools.partial(attention, *x), "with one head size for all, and no size of zero")
             for x in ((X[:, :, :0], X, X), (X[0],) * 3, (X, X, X[..., :8]))
         ),
-        *(
-            (functools.partial(attention, X, X, X, config=SageConfig(**config), **switches), words)
-            for config, switches, words in (
-                ({}, {"s_levels": 3}, "s_levels is 3; set it to 1 or 2"),
-                ({"int8_matmuls": ("s_fwd",)}, {"s_levels": 2}, "add 's_fwd' and 's_bwd' to int8_matmuls"),
-                ({"int8_matmuls": (), "compensate_o": True}, {"exact_delta": True}, "set compensate_o=False"),
-                ({}, {"exact_delta": None}, "exact_delta is None; set it to true or false"),
-                ({"smooth_k": False}, {"add_mean_k_term": True}, "set smooth_k=True"),
-            )
-        ),
     ],
 )
 def test_the_diagnostic_call_refuses_with_the_fix(call, words):

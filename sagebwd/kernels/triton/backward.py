@@ -15,9 +15,9 @@ from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
-from sagebwd.kernels.triton.launch import launch_options, window_arguments
+from sagebwd.kernels.triton.launch import launch_options, window_arguments, with_the_fix
 from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, TokenTensor
-from sagebwd.kernels.triton.quantize import quantize, quantize_grad, quantize_q_and_k
+from sagebwd.kernels.triton.quantize import quantize, quantize_grad
 
 
 @with_right_addresses
@@ -232,6 +232,7 @@ def _dq_kernel(
     device.store_tokens(dq, dq_pointer, first, n_q, d, acc * scale, OWN, D_PAD)
 
 
+@with_the_fix
 def backward(
     grad_out: Tensor,
     q: Tensor,
@@ -241,14 +242,17 @@ def backward(
     params: AttentionParams,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`sagebwd.kernels.triton.attention.backward`."""
+    """Algorithm 2."""
     config, (q_axis, kv_axis) = params.config, Axes.of(q, k, params)
     token_scales = config.operand_scales == "token"
     int8 = {name: config.is_int8(name) for name in ("s_bwd", "dv", "dp", "dq", "dk")}
-    q_operand, k_operand = quantize_q_and_k(
-        q, k, saved.k_mean, q_axis, kv_axis, config,
-        {"rows": int8["s_bwd"], "columns": int8["dk"], "rounded": not (int8["s_bwd"] and int8["dk"])},
-        {"rows": int8["s_bwd"], "columns": int8["dq"], "rounded": not (int8["s_bwd"] and int8["dq"])},
+    q_operand = quantize(
+        q, q_axis, own_mean=config.smooth_q, token_scales=token_scales,
+        rows=int8["s_bwd"], columns=int8["dk"], rounded=not (int8["s_bwd"] and int8["dk"]),
+    )  # fmt: skip
+    k_operand = quantize(
+        k, kv_axis, mean=saved.k_mean if config.smooths_k else None, token_scales=token_scales,
+        rows=int8["s_bwd"], columns=int8["dq"], rounded=not (int8["s_bwd"] and int8["dq"]),
     )  # fmt: skip
     v_operand = (
         quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_PACKED_OPERAND

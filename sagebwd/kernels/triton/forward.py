@@ -7,14 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sagebwd.config import SageConfig
 from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
-from sagebwd.kernels.layout import Axes, Axis, padded_head_dim
+from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
-from sagebwd.kernels.triton.launch import launch_options, window_arguments
-from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, PackedOperand, TokenTensor
-from sagebwd.kernels.triton.quantize import k_mean_of, quantize, quantize_q_and_k, token_mean
+from sagebwd.kernels.triton.launch import launch_options, window_arguments, with_the_fix
+from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, TokenTensor
+from sagebwd.kernels.triton.quantize import k_mean_of, quantize, token_mean
 
 
 @with_right_addresses
@@ -135,15 +134,21 @@ def _forward_kernel(
         device.store_tokens(out_residual, residual_pointer, first, n_q, d, residual, OWN, D_PAD)
 
 
+@with_the_fix
 def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> ForwardResult:
-    """As :func:`sagebwd.kernels.triton.attention.forward`."""
+    """Algorithm 1."""
     config, (q_axis, kv_axis) = params.config, Axes.of(q, k, params)
     token_scales = config.operand_scales == "token"
     k_mean = k_mean_of(k, kv_axis, config)
     s_int8, o_int8 = config.is_int8("s_fwd"), config.is_int8("o")
-    forms = {"rows": s_int8, "rounded": not s_int8}
-    q_operand, k_operand = quantize_q_and_k(q, k, k_mean, q_axis, kv_axis, config, forms, forms)
-    v_operand = _quantize_v(v, kv_axis, config) if o_int8 else NO_PACKED_OPERAND
+    forms = {"rows": s_int8, "rounded": not s_int8, "token_scales": token_scales}
+    q_operand = quantize(q, q_axis, own_mean=config.smooth_q, **forms)
+    k_operand = quantize(k, kv_axis, mean=k_mean if config.smooths_k else None, **forms)
+    v_operand = NO_PACKED_OPERAND
+    if o_int8:
+        v_mean = token_mean(v, kv_axis) if config.smooth_v else None
+        forms = {"columns": True, "sums": config.is_unsigned("o"), "token_scales": token_scales}
+        v_operand = quantize(v, kv_axis, mean=v_mean, **forms)
     out = torch.empty_like(q)
     out_residual = torch.empty_like(q) if config.compensate_o else q.new_empty(0)
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -162,11 +167,3 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
         BLOCK_KV=kv_axis.block, OWN=own, D_PAD=padded_head_dim(q.shape[3]), **options,
     )  # fmt: skip
     return ForwardResult(out, lse, k_mean, out_residual, *nothing_packed(q))
-
-
-def _quantize_v(v: Tensor, axis: Axis, config: SageConfig) -> PackedOperand:
-    """V for an INT8 O, minus its mean if ``config`` smooths it, with its sums if P is unsigned."""
-    mean = token_mean(v, axis) if config.smooth_v else None
-    subtract, token_scales = "given" if config.smooth_v else "", config.operand_scales == "token"
-    sums = config.is_unsigned("o")
-    return quantize(v, axis, columns=True, sums=sums, subtract=subtract, mean=mean, token_scales=token_scales)

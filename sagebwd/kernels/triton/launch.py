@@ -7,12 +7,15 @@ the config; nothing here changes results.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, SageConfig
+from sagebwd.interface import AttentionParams
 from sagebwd.kernels.layout import padded_head_dim
 from sagebwd.window import Window
 
@@ -76,3 +79,22 @@ def compute_capability(x: Tensor) -> int:
 def _compute_capability(device: int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def with_the_fix(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a pass: where tiles need more shared memory or registers than there are, say what to set."""
+
+    @functools.wraps(run)
+    def running(x: Tensor, *arguments: Any, **named: Any) -> Any:
+        try:
+            return run(x, *arguments, **named)
+        except OutOfResources as error:
+            (config,) = (each.config for each in arguments if isinstance(each, AttentionParams))
+            tile = " x ".join(map(str, config.tile(x.shape[-1])))
+            raise ValueError(
+                f"tiles of {tile} (block_q x block_kv) do not fit this GPU with head size {x.shape[-1]} and "
+                f'this config ({error}); set smaller ones, or pass kernels="reference", which runs, slowly, '
+                "anywhere"
+            ) from error
+
+    return running

@@ -156,29 +156,6 @@ def k_mean_of(k: Tensor, axis: Axis, config: SageConfig) -> Tensor:
     return token_mean(k, axis).view(*k.shape[:2], -1) if config.smooths_k else no_mean(k)
 
 
-def quantize_q_and_k(
-    q: Tensor,
-    k: Tensor,
-    k_mean: Tensor,
-    q_axis: Axis,
-    kv_axis: Axis,
-    config: SageConfig,
-    q_forms: dict[str, bool],
-    k_forms: dict[str, bool],
-) -> tuple[PackedOperand, PackedOperand]:
-    """Smooth Q and K as ``config`` says and quantize them into the forms that are asked for.
-
-    ``k_mean`` is that of :func:`k_mean_of`.
-    """
-    token_scales = config.operand_scales == "token"
-    q_subtract, k_subtract = "own" if config.smooth_q else "", "given" if config.smooths_k else ""
-    mean = k_mean if config.smooths_k else None
-    return (
-        quantize(q, q_axis, subtract=q_subtract, token_scales=token_scales, **q_forms),
-        quantize(k, kv_axis, subtract=k_subtract, mean=mean, token_scales=token_scales, **k_forms),
-    )
-
-
 def quantize(
     x: Tensor,
     axis: Axis,
@@ -187,18 +164,20 @@ def quantize(
     columns: bool = False,
     rounded: bool = False,
     sums: bool = False,
-    subtract: str = "",
     mean: Tensor | None = None,
+    own_mean: bool = False,
     token_scales: bool,
 ) -> PackedOperand:
     """The forms of x (B, H, N, D) that are asked for; see :class:`PackedOperand`.
 
     Args:
-        subtract: ``"given"`` subtracts ``mean``, that of :func:`token_mean`; ``"own"`` that of each block.
+        mean: of :func:`token_mean`, what is subtracted.
+        own_mean: subtract the mean of each block.
         token_scales: one scale per token in place of one per block.
     """
     operand = _allocate(x, axis, rows, columns, rounded, sums, token_scales)
-    if subtract == "own":
+    subtract = "own" if own_mean else "" if mean is None else "given"
+    if own_mean:
         mean = x.new_empty((operand_tiles(x, axis), padded_head_dim(x.shape[3])), dtype=torch.float32)
     operand = operand._replace(mean=mean)
     _quantize_kernel[(operand_tiles(x, axis),)](

@@ -227,7 +227,7 @@ def test_a_processor_that_calls_pytorch_itself_is_refused_before_the_first_step(
     message = r"JointAttnProcessor2_0 calls scaled_dot_product_attention itself \(transformer_blocks\.0\.attn"
     for use in (model.set_attention_backend, lambda name: check(model)):
         with pytest.raises(NotImplementedError, match=message) as raised:
-            use("sagebwd")
+            use("SageBwd")  # diffusers takes any case
         assert "torch_flash" in str(raised.value)
         assert "fallback='sdpa'" in str(raised.value)
     with pytest.warns(UserWarning, match="JointAttnProcessor2_0 runs in full precision"):

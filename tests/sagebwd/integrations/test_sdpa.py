@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from sagebwd import SageConfig, report, sage_attention
+from sagebwd import SageConfig, dispatch, report, sage_attention
 from sagebwd.integrations import torch_flash
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.integrations.hand_written import assert_trains_as
@@ -66,16 +66,16 @@ def test_what_stays_in_full_precision():
     """To the bit, gradients included, because torch's function runs; with a warning, and in the report."""
     q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
-    large = tuple(torch.randn(3, 1, 1, 4, 264).requires_grad_())
+    shown = torch.arange(5) != 2
     calls = {
         "not a window": (q, k, v, torch.eye(5).bool().index_fill(1, torch.tensor(0), True)),
+        "a window over hidden keys between": (q, k, v, near(2, 0, 5, 5) & shown & shown[:, None]),
         "a mask together with is_causal": (q, k, v, mask[:1], 0.0, True),
         r"not \(batch, heads": (q[0], k[0], v[0], mask),
-        "float64 on cpu": (q.double(), k.double(), v.double()),
+        "q is float64": (q.double(), k.double(), v.double()),
         "other shapes": (torch.cat([q, q]), k, v),
         "heads that torch broadcasts": (q, k[:, :1], v[:, :1]),
         "empty": (q[:0], k[:0], v[:0]),
-        "a head size of 264": large,
         "dropout": (q, k, v, None, 1.0),  # of all weights, so that both calls give the same
     }
     report(clear=True)
@@ -91,6 +91,17 @@ def test_what_stays_in_full_precision():
     rows = report(clear=True).rows
     assert {row.name for row in rows} == {"scaled_dot_product_attention"}
     assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
+
+
+def test_what_no_kernels_take_stays_in_full_precision(monkeypatch):
+    """As all calls on a GPU before Ampere, and a head size of 264."""
+    (x,) = draw((1, 2, 5, 8))
+    old = dispatch.Call("cuda", dispatch.GPU("a Turing GPU", (7, 5)), torch.float16, 264, SageConfig())
+    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: dispatch._fastest(old))
+    monkeypatch.setattr(dispatch, "explain", lambda *_, config: dispatch.explain_call(old))
+    reason = r"a Turing GPU has no kernels.*; the head size is 264 \(use a multiple of 8 up to 256\)"
+    with torch_flash.patch_sdpa(), pytest.warns(UserWarning, match=reason):
+        assert torch.equal(F.scaled_dot_product_attention(x, x, x), TORCH_SDPA(x, x, x))
 
 
 def test_torch_func_transforms_stay_in_full_precision():

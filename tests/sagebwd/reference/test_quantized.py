@@ -14,7 +14,7 @@ from tests.inputs import gradients
 from tests.sagebwd.kernels.inputs import outlier_value, rows_far_apart, tiny_grad_out
 
 NAMES = ("out", "dq", "dk", "dv")
-CONFIGS = [
+SETTINGS = [
     {},
     {"smooth_k": False},
     {"smooth_q": True},
@@ -23,33 +23,28 @@ CONFIGS = [
     {"operand_scales": "token"},
     *({"int8_matmuls": matmuls} for matmuls in (MATMULS, *((name,) for name in MATMULS))),
 ]
-CASES = [
-    *({"config": SageConfig(**settings)} for settings in CONFIGS),
-    *({"config": config} for config in PRESETS.values()),
-    *({name: value} for name, value in (("add_mean_k_term", True), ("exact_delta", True), ("s_levels", 2))),
-    {"s_levels": 2, "config": SageConfig(operand_scales="token", smooth_q=True)},
-]
+CONFIGS = [*(SageConfig(**settings) for settings in SETTINGS), *PRESETS.values()]
 
 
 @pytest.fixture
 def errors(exact):
     """Relative L2 of out, dq, dk, dv (in this order) against float64 attention."""
 
-    def errors(inputs, config=DEFAULT_CONFIG, *, is_causal=False, window_size=(-1, -1), **switches):
+    def errors(inputs, config=DEFAULT_CONFIG, *, is_causal=False, window_size=(-1, -1)):
         mask = {"is_causal": is_causal, "window_size": window_size}
         wanted = exact(*inputs, **mask)
-        result = attention(*inputs, config=config, **mask, **switches)
+        result = attention(*inputs, config=config, **mask)
         return [relative_l2(getattr(result, name), wanted[name]) for name in NAMES]
 
     return errors
 
 
-@pytest.mark.parametrize("switches", CASES, ids=str)
-def test_close_to_attention_in_a_window_under_every_switch(draw, errors, switches):
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_close_to_attention_in_a_window_under_every_switch(draw, errors, config):
     """The paper's scales of whole tiles cost twice as much. Without a window: see test_specification.py."""
     inputs = draw(150, 130, head_dim=40)
-    bound = 0.06 if switches.get("config", DEFAULT_CONFIG).granularity == "block" else 0.026
-    assert max(errors(inputs, window_size=(40, 20), **switches)) < bound
+    bound = 0.06 if config.granularity == "block" else 0.026
+    assert max(errors(inputs, config, window_size=(40, 20))) < bound
 
 
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (130, (64, 64))])
@@ -68,14 +63,13 @@ def test_compensation_gives_the_delta_of_the_backwards_own_p_and_dp(draw, dtype,
     q, k, v, grad_out = draw(200, head_dim=64)
     inputs = [x.to(dtype) for x in (q, k, 0.005 * v + 1, grad_out)]
 
-    def row_sums(compensate_o, **switches):
+    def row_sums(compensate_o):
         config = SageConfig.consistent(compensate_o=compensate_o)
-        ds = attention(*inputs, is_causal=is_causal, config=config, **switches).ds.double()
+        ds = attention(*inputs, is_causal=is_causal, config=config).ds.double()
         return (ds.sum(-1).norm() / ds.norm()).item()
 
     assert row_sums(False) > 0.2
     assert row_sums(True) < 0.005
-    assert row_sums(False, exact_delta=True) < 0.001
 
 
 def test_the_consistent_preset_has_the_same_error_whatever_values_have_in_common(draw, errors):

@@ -1,12 +1,14 @@
 """What the Triton kernels do not take is named with the fix. For other bad calls see test_attention.py."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
 from sagebwd import SageConfig
 from sagebwd import sage_attention as public
-from sagebwd.kernels.triton import attention as triton_attention
+from sagebwd.kernels.triton import forward as triton_forward
 from tests.sagebwd.kernels.sets import triton_only
 
 pytestmark = triton_only
@@ -70,7 +72,7 @@ def test_tiles_that_do_not_fit_name_the_fix(tensor, monkeypatch):
     def fail(*inputs, **settings):
         raise OutOfResources(200_000, 101_376, "shared memory")
 
-    monkeypatch.setattr(triton_attention._forward, "forward", fail)
+    monkeypatch.setattr(triton_forward, "_forward_kernel", defaultdict(lambda: fail))
     with pytest.raises(ValueError, match=r"tiles of 64 x 128 .* do not fit this GPU") as caught:
         sage_attention(tensor())
     assert str(caught.value).endswith(f"; set smaller ones, or {REFERENCE}")
