@@ -30,10 +30,10 @@ class WeightNorms(Callback):
 
 
 class Tasks(Callback):
-    """Tasks of lm-evaluation-harness on checkpoints at multiples of `every`, to the run's evaluations.jsonl.
+    """Tasks of lm-evaluation-harness on checkpoints at multiples of `every`, to the run's evaluations/.
 
     Training waits for them; several ranks for no longer than hardware.timeout_s. options: further ones of
-    scripts.evaluate, such as [--device, cpu].
+    lm_eval, such as [--device, cpu].
     """
 
     def __init__(self, tasks, every=1, limit=None, options=()):
@@ -45,6 +45,9 @@ class Tasks(Callback):
     def on_checkpoint(self, step, record, model):
         if step % self.every or os.environ.get("RANK", "0") != "0":
             return
-        run = Path(record["path"]).parents[1]
-        command = ["scripts.evaluate", str(run), "--tasks", ",".join(self.tasks), "--step", str(step)]
-        subprocess.run([sys.executable, "-m", *command, *self.options], check=True)
+        run, weights = Path(record["path"]).parents[1], f"export/step_{step:08d}"
+        export = ["scripts.export", str(run), "--step", str(step)]
+        model = f"pretrained={run / weights},dtype=float32"
+        evaluate = ["lm_eval", "--model", "hf", "--model_args", model, "--tasks", ",".join(self.tasks)]
+        for command in (export, [*evaluate, "--output_path", str(run / "evaluations"), *self.options]):
+            subprocess.run([sys.executable, "-m", *command], check=True)

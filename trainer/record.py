@@ -200,10 +200,6 @@ class WandbRun:
         run.define_metric("tokens")
         run.define_metric("*", step_metric="tokens")
 
-    @property
-    def summary(self) -> Any:
-        return self._run.summary
-
     def log(self, values: dict[str, Any], step: int) -> None:
         if "sample" in values:
             self._samples.append([step, values.get("tokens"), values["sample"]])

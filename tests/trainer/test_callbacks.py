@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from common.errors import SettingsError, TrainingError
-from scripts import evaluate
+from scripts import export
 from tests import warm
 from tests.cli import assert_same_run, metrics
 from trainer.callbacks import Callback
@@ -171,11 +171,8 @@ def test_what_would_spoil_the_run_is_refused_at_its_step(train_here, tmp_path, c
 
 
 def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, monkeypatch):
-    """Of the command only that it takes these arguments; tests/scripts/test_evaluate.py has the rest."""
     asked = []
-    monkeypatch.setattr(
-        subprocess, "run", lambda command, check: asked.append(evaluate.parse_arguments(command[3:]))
-    )
+    monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command[2:]))
     tasks = (
         "{_target_: examples.callbacks.Tasks, tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]}"
     )
@@ -184,8 +181,12 @@ def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, m
         train_here(tmp_path, *QUICK, f"callbacks.tasks={tasks}")
     monkeypatch.setattr("examples.callbacks.find_spec", lambda name: name)
     train_here(tmp_path, *QUICK, "checkpoint_every=2", f"callbacks.tasks={tasks}")
-    (one,) = asked
-    assert (one.run, one.step, one.tasks, one.limit, one.device) == (tmp_path, 4, "a,b", 7, "cpu")
+    (of_export, evaluate) = asked
+    export.main(of_export[1:])
+    assert f"pretrained={tmp_path / 'export' / 'step_00000004'},dtype=float32" in evaluate
+    assert evaluate[0] == "lm_eval"
+    assert evaluate[-4:] == ["--device", "cpu", "--limit", "7"]
+    assert evaluate[evaluate.index("--tasks") + 1] == "a,b"
 
 
 def test_the_example_on_two_ranks_that_share_the_weights(datasets, tmp_path):

@@ -25,7 +25,7 @@ class Run:
     offline = False
 
     def __init__(self, id="abc", url=None):
-        self.id, self.url, self.logged, self.axes, self.summary = id, url, [], [], {}
+        self.id, self.url, self.logged, self.axes = id, url, [], []
 
     def define_metric(self, name, step_metric=None):
         self.axes.append((name, step_metric))
@@ -141,8 +141,6 @@ def test_tokens_are_the_axis_and_samples_a_table_that_a_resumed_run_continues(tm
     assert run.axes == [("tokens", None), ("*", "tokens")]
     logger.log({"tokens": 20, "loss": 1.0}, step=2)
     logger.log({"tokens": 20, "val_loss": 1.5, "sample": "b"}, step=2)
-    logger.summary.update({"eval/step": 4})  # scripts.evaluate does
-    assert run.summary == {"eval/step": 4}
     (_, plain), (step, evaluation) = run.logged
     assert (step, plain, evaluation["val_loss"]) == (2, {"tokens": 20, "loss": 1.0}, 1.5)
     assert evaluation["sample"].columns == ["step", "tokens", "text"]
