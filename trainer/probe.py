@@ -108,7 +108,7 @@ class Probe:
 
         Per layer: cosine similarity (`_cos`) and relative L2 error (`_l2`) of o, dq, dk and dv of the
         attention measured; of dq and dk what small rows keep (`_small_rows`, see sagebwd.metrics);
-        `fpa_…_l2`, the error of 16-bit attention, where it runs; the RMS of the exact P, dP and dS;
+        `fpa_…_l2`, the error of 16-bit attention; the RMS of the exact P, dP and dS;
         `largest_logit`; with QK-norm `q_gain` and `k_gain`. Gradients are of each sequence's own mean loss,
         in nats per token.
         """
@@ -141,17 +141,12 @@ def build_probe(
     sample = Captured(q, k, k, q, {}, grad_out=q)
     try:
         probe = Probe(settings, llama, backend, device=device, dtype=dtype)
-        measure_layer(sample, probe.backend.attend, None)
+        measure_layer(sample, probe.backend.attend, probe.attend_fpa)
     except Exception as error:  # no compiler, an unknown GPU, …: nothing that the run's own attention needs
         if not backend.probe_instead:
             raise
         log.warning("training without the probe, because the attention it measures does not run: %s", error)
         return None
-    try:
-        measure_layer(sample, probe.backend.attend, probe.attend_fpa)
-    except Exception as error:
-        log.warning("the probe leaves out full-precision attention, which does not run here: %s", error)
-        probe.attend_fpa = None
     return probe
 
 
@@ -207,15 +202,12 @@ def _gains(attention: nn.Module) -> dict[str, Tensor]:
     return {name: norm.weight.detach().abs().max() for name, norm in norms.items() if norm is not None}
 
 
-def measure_layer(
-    captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn | None
-) -> dict[str, float]:
+def measure_layer(captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn) -> dict[str, float]:
     """Errors of `attend` and of 16-bit attention on a layer's q, k, v and dO, and what may explain them."""
     exact = exact_layer(captured)
     values = errors(captured, attend, exact)
-    if attend_fpa is not None:
-        of_fpa = errors(captured, attend_fpa, exact)
-        values |= {f"fpa_{name}_l2": of_fpa[f"{name}_l2"] for name in TENSORS}
+    of_fpa = errors(captured, attend_fpa, exact)
+    values |= {f"fpa_{name}_l2": of_fpa[f"{name}_l2"] for name in TENSORS}
     return values | explanations(captured, exact)
 
 
@@ -295,11 +287,10 @@ class Alarm:
 
     def _message(self, step: int, layer: int, worst: str, values: dict[str, float]) -> str:
         has = "has" if self._probe.is_own else "would have"
-        of_fpa = values.get(f"probe/layer_{layer}/fpa_{worst}_l2")
-        of_fpa = "" if of_fpa is None else f"; full-precision attention has {of_fpa:.2g}"
         return (
             f"step {step}, layer {layer}: {GRADIENTS[worst]} of {self._probe.backend.title} {has} a relative "
             f"L2 error of {values[f'probe/layer_{layer}/{worst}_l2']:.3g}, above probe.alarm={self.limit:g}"
-            f"{of_fpa} (largest logit {values[f'probe/layer_{layer}/largest_logit']:.3g}). QK-norm bounds "
+            f"; full-precision attention has {values[f'probe/layer_{layer}/fpa_{worst}_l2']:.2g} "
+            f"(largest logit {values[f'probe/layer_{layer}/largest_logit']:.3g}). QK-norm bounds "
             "the logits; attention=sagebwd_consistent and fewer tokens per step may help, too, in a new run"
         )

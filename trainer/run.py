@@ -262,19 +262,15 @@ def open_text(settings: Settings, ranks: Ranks, stop: StopRequest) -> Corpus:
 
 
 def encode_prompt(settings: Settings, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of sample_prompt. Raises TrainingError, before the first step, if there are none."""
+    """The tokens of sample_prompt, or end-of-text, after which a text begins. Raises TrainingError."""
     if not settings.sample_tokens:
         return []
-    reason = "it has no token"
     try:
-        if tokens := tokenizer.encode(settings.sample_prompt):
-            return tokens
-    except Exception as error:  # the library tokenizers raises no other kind
-        reason = str(error)
-    raise TrainingError(
-        f"sample_prompt={settings.sample_prompt!r} cannot be continued: {reason}. Give it another "
-        "beginning, or use sample_tokens=0"
-    )
+        return tokenizer.encode(settings.sample_prompt) or [tokenizer.end_of_text]
+    except ValueError as error:
+        raise TrainingError(
+            f"sample_prompt={settings.sample_prompt!r}: {error}, or another prompt"
+        ) from error
 
 
 def make_loader(settings: Settings, sizes: Sizes, corpus: Corpus, ranks: Ranks) -> BatchLoader:

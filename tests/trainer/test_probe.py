@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import sagebwd
@@ -212,23 +211,6 @@ def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, mon
     assert "no compiler found" in caplog.text
     with pytest.raises(RuntimeError, match="no compiler found"):
         probe.build_probe(own, llama, backend, **CPU)
-
-
-def test_without_full_precision_the_probe_measures_the_rest(
-    monkeypatch, compose_settings, llama, batch, caplog
-):
-    def refuses(*inputs, **settings):
-        raise RuntimeError("no kernel for this shape")
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", refuses)  # what fpa calls on a CPU
-    built = build(compose_settings("attention=sagebwd", "model=llama_debug"), llama)
-    assert "leaves out full-precision attention, which does not run here: no kernel" in caplog.text
-    values = built.measure(*batch, autocast=nullcontext)
-    assert "probe/layer_0/dq_l2" in values
-    assert not any("fpa" in name for name in values)
-    tiny = {"probe/layer_5/" + name: 1.0 for name in ("dq_l2", "dk_l2", "dv_l2", "ds_rms", "largest_logit")}
-    (message,) = alarm_of(compose_settings("attention=sagebwd")).warnings(1, tiny, [5])
-    assert "full-precision" not in message
 
 
 def alarm_of(settings):
