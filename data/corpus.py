@@ -18,6 +18,7 @@ from data.shards import SPLITS, Manifest
 from data.tokenizers import Tokenizer
 from data.tokens import TokenShards
 
+SMALL = 200e6  # bytes of files; up to this, a text is prepared when it is opened
 FULL_CHECK_LIMIT = 1 << 30  # bytes of shards; up to this, opening verifies them, beyond it reading does
 
 
@@ -51,15 +52,18 @@ class Opened(NamedTuple):
     val: TokenShards
 
 
-def open_corpus(settings: DataSettings, recipes: Sequence[Recipe] | None = None) -> Corpus:
+def open_corpus(
+    settings: DataSettings, recipes: Sequence[Recipe] | None = None, *, small: float = SMALL
+) -> Corpus:
     """Open the texts of these settings; a small one is prepared first if it is not yet.
 
     Every process may call this at once: one prepares, the others wait. Raises ValueError, with the command to
     run, for a large text that is not prepared and for a damaged shard, and whatever `data.recipe.read` and
-    `data.prepare.prepare` raise. recipes: those of `data.recipe.read`, if it was called already.
+    `data.prepare.prepare` raise. recipes: those of `data.recipe.read`, if it was called already. small: the
+    bytes of files up to which a text is.
     """
     recipes = recipes or recipe.read(settings)
-    texts = [_open(one, settings.prepare_on_first_use_mb) for one in recipes]
+    texts = [_open(one, small) for one in recipes]
     tokenizer = tokenizers.load(settings.tokenizer)
     separator = tokenizer.end_of_text if settings.mask_documents else None
     weights = whole_weights(settings.sources) if settings.source == MIXTURE else {None: 1}
@@ -94,11 +98,11 @@ def _joined(manifests: dict[str, Manifest], weights: dict[str, int]) -> Manifest
     return Manifest(fingerprint, made, first.vocab_size, shards, [], {})
 
 
-def _open(one: Recipe, limit_mb: int) -> Opened:
+def _open(one: Recipe, small: float) -> Opened:
     """The tokens of a text, which are made now if they are not there and its files are small."""
     manifest = one.manifest()
     if manifest is None:
-        if one.input_bytes > limit_mb * 1e6:
+        if one.input_bytes > small:
             is_here = one.input_bytes < math.inf
             what = f"its text has {one.input_bytes / 1e6:,.0f} MB" if is_here else "its text is not here"
             raise ValueError(
@@ -119,7 +123,7 @@ def command(one: Recipe) -> str:
     text = one.settings
     group = "embedded" if text.source == "stdlib" else text.source
     usual = asdict(DataSettings(**values_of(group)))
-    for key in ("source", "validation", "sources", "prepare_on_first_use_mb", "mask_documents"):
+    for key in ("source", "validation", "sources", "mask_documents"):
         del usual[key]  # the tokens do not depend on it
     words = [override(f"data.{key}", value) for key in usual if (value := getattr(text, key)) != usual[key]]
     return shlex.join(["python", "-m", "data.prepare", f"data={group}", *words])

@@ -35,7 +35,7 @@ DATASET = {**dict.fromkeys(("name", "config", "split", "val_split", "revision"),
 TEXT_KEYS = {**dict.fromkeys(("path", "source", "column", "folder"), str), "val_fraction": float, **DATASET}
 KEYS = {"data.sources": TEXT_KEYS | {"weight": str, "val_path": str}, "data.validation": TEXT_KEYS}
 # Settings of a run that all of its texts share.
-SHARED = ("column", "tokenizer", "val_fraction", "streaming", "root", "processes", "prepare_on_first_use_mb")
+SHARED = ("column", "tokenizer", "val_fraction", "streaming", "root", "processes")
 
 
 @dataclass(frozen=True, eq=False)

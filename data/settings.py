@@ -53,7 +53,6 @@ class DataSettings:
     root: str = "tokens"  # prepared datasets live in <root>/<folder>
     folder: str | None = None  # null: named after the source, its contents and the tokenizer
     processes: int | None = None  # that tokenize; null: one per core. Does not change the result
-    prepare_on_first_use_mb: int = 200  # files up to this size in all are prepared when training starts
 
     def __post_init__(self) -> None:
         """A shell leaves the ~ of data.path=~/x.txt as it is."""

@@ -146,8 +146,8 @@ def open_data(directory: RunDirectory, settings: Settings) -> Corpus:
 
     Raises ValueError if it is other text, or not prepared, FileNotFoundError if it is missing.
     """
-    data = replace(settings.data, prepare_on_first_use_mb=0, validation={})  # which may not be here any more
-    corpus = open_corpus(data)
+    data = replace(settings.data, validation={})  # which may not be here any more
+    corpus = open_corpus(data, small=0)
     trained_on = fingerprint(directory)
     if trained_on not in (None, corpus.manifest.fingerprint):
         raise ValueError(

@@ -58,11 +58,10 @@ def test_the_command_for_a_large_text_prepares_what_opens(settings, tmp_path):
     (tmp_path / "wiki.jsonl").write_text('{"body": "one"}\n{"body": "two"}\n')
     settings.val_fraction = 0.25
     settings.validation = {"wiki": {"path": str(tmp_path / "wiki.jsonl"), "column": "body"}}
-    settings.prepare_on_first_use_mb = 0
     settings.mask_documents = True
     for _ in range(2):
         with pytest.raises(ValueError, match="is not prepared yet") as caught:
-            open_corpus(settings)
+            open_corpus(settings, small=0)
         assert "mask_documents" not in str(caught.value)
         prepare.run(prepare.PrepareSettings(pasted(str(caught.value).splitlines()[-1])))
     assert len(open_corpus(settings).validation) == 2
