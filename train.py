@@ -67,7 +67,7 @@ def run(run_settings: Settings) -> None:
     # Under torchrun a rank that has another answer would wait forever, so train() asks for all of them.
     directory = TrainingDirectory(Path(run_settings.run_dir))
     if not torchrun and directory.is_finished_with(run_settings):
-        print(f"{run_settings.run_dir} is finished; rerun_finished=true trains it again")
+        print(f"{run_settings.run_dir} is finished; delete it to train it again")
         return
     # Not at the top: it takes seconds, and neither `--help` nor a plan nor a misspelled setting needs it.
     from trainer.loop import train

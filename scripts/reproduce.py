@@ -51,7 +51,7 @@ TEXT = (
     *("data.val_fraction=", "data.name=", "data.config=", "data.split=", "data.folder="),
 )
 #: What each run has of its own.
-OWN = ("run_dir=", "runs_dir=", "init_from=", "branch_from=", "seed=", "rerun_finished=")
+OWN = ("run_dir=", "runs_dir=", "init_from=", "branch_from=", "seed=")
 
 EXAMPLES = """
 examples:

@@ -166,7 +166,7 @@ class Config(Reader):
 
     def read(self):
         stored = identity.read(self.file)
-        identity.changes(stored, Settings(), 0)
+        identity.changes(stored, Settings())
         assert os.environ["HOME"] not in str(read_settings(RunDirectory(self.folder)))
 
 

@@ -30,7 +30,7 @@ def test_a_whole_run(command, tmp_path):
     ):
         assert (run_dir / name).exists(), name
     assert "8/8" in output
-    assert "is finished; rerun" in run(command("attention=sagebwd", f"run_dir={run_dir}"))
+    assert "is finished; delete it" in run(command("attention=sagebwd", f"run_dir={run_dir}"))
     assert metrics(run_dir) == records
 
 
@@ -85,7 +85,7 @@ def test_a_sweep_trains_its_grid_and_then_only_what_is_missing(command, tmp_path
 
     (runs[1] / "DONE").unlink()  # as if it had been killed
     again = run(command(*SWEEP, f"runs_dir={tmp_path}"))
-    assert "is finished; rerun_finished=true" in again
+    assert "is finished; delete it" in again
     assert "continuing" in again
     assert "2 of 2 runs finished" in again
     assert sorted(path.parent for path in tmp_path.glob("*/DONE")) == runs

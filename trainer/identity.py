@@ -1,9 +1,7 @@
 """Which settings make a run what it is: those that may not differ when its directory is used again."""
 
 import functools
-import itertools
 import re
-from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -11,22 +9,14 @@ from typing import Any, get_type_hints
 
 import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from common.errors import SettingsError
 from common.files import read_bytes
 from common.overrides import escaped
 from model import backends
 from trainer.machine import software
-from trainer.optimizer import learning_rate, warmup_steps
 from trainer.settings import Settings
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
-
-#: Settings that say how long a run is, and how its learning rate falls towards the end.
-LENGTH = {"steps", "total_tokens"} | {
-    f"optimizer.{name}" for name in ("schedule", "decay_ratio", "min_lr_ratio")
-}
 
 #: Settings that say where a text is. Ranks may find it in different places, and compare the text itself.
 PLACES = re.compile(r"data\.(.+\.)?(root|path|val_path|processes)")
@@ -83,23 +73,19 @@ def restored(stored: dict[str, Any]) -> DictConfig:
     return OmegaConf.merge(OmegaConf.structured(Settings), escaped(stored))
 
 
-def differences(
-    stored: dict[str, Any], current: dict[str, Any], also: Collection[str] = ()
-) -> list[Difference]:
-    """The settings that make it another run, and those of `also`. Both as `Settings.recorded` gives them."""
+def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[Difference]:
+    """The settings that make it another run. Both as `Settings.recorded` gives them."""
     old, new = completed(stored), _flat(current)
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and (key in also or not may_change(key))
+        if old.get(key) != new.get(key) and not may_change(key)
     ]
 
 
-def changes(stored: dict[str, Any], settings: Settings, step: int, also: Collection[str] = ()) -> str:
-    """Lines with the settings that make it another run, and those of `also`; none if it is only longer."""
-    if is_longer(stored, settings, step):
-        return ""
-    found = differences(stored, settings.recorded(), also)
+def changes(stored: dict[str, Any], settings: Settings) -> str:
+    """Lines with the settings that make it another run; none if it is the same."""
+    found = differences(stored, settings.recorded())
     return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in found)
 
 
@@ -109,33 +95,6 @@ def completed(stored: dict[str, Any]) -> dict[str, Any]:
         with suppress(ValueError):  # a backend or setting that was removed is compared as stored
             stored = {**stored, "attention": backends.read(stored["attention"]).recorded()}
     return _defaults() | _flat(stored)
-
-
-def steps_in_common(stored: dict[str, Any], settings: Settings) -> int:
-    """How many first steps of a stored run have these learning rates; -1 if more than LENGTH differs."""
-    changed = {name for name, *_ in differences(stored, settings.recorded())}
-    if not changed or not changed <= LENGTH:
-        return -1
-
-    def rates(of: Settings) -> Iterator[float]:
-        warmup = warmup_steps(of)
-        for step in range(of.total_steps):
-            yield learning_rate(step, steps=of.total_steps, warmup_steps=warmup, settings=of.optimizer)
-
-    try:
-        before = OmegaConf.to_object(restored(stored))
-    except (OmegaConfBaseException, SettingsError):  # of another version of the code
-        return -1
-    pairs = zip(rates(before), rates(settings), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-
-
-def is_longer(stored: dict[str, Any], settings: Settings, step: int) -> bool:
-    """Whether the `step` steps that are done are the first of the longer run that `settings` describe.
-
-    They are if their learning rates are: the run goes on as if it had been the longer one all along.
-    """
-    return 0 < step <= steps_in_common(stored, settings) and step < settings.total_steps
 
 
 @functools.cache

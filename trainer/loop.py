@@ -57,7 +57,7 @@ def train(settings: Settings) -> None:
         directory = TrainingDirectory(Path(settings.run_dir))
         if processes.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
             if ranks.is_main:
-                print(f"{directory.path} is finished; rerun_finished=true trains it again")
+                print(f"{directory.path} is finished; delete it to train it again")
             return
         with directory.locked() if ranks.is_main else nullcontext():
             ranks.from_main(lambda: directory.open(settings))

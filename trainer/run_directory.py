@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 UNNAMED = (
     "run_dir=",
     "runs_dir=",
-    "rerun_finished=",
     "plan=",
     "data.root=",
     "data.processes=",
@@ -34,9 +33,6 @@ UNNAMED = (
     "logger.",
 )
 
-
-#: Folder in a run's directory, and one in its checkpoints: a finished run that is trained again.
-ASIDE = ".before"
 
 NAME_BYTES = 255  # of a file's name, on Linux
 
@@ -86,11 +82,10 @@ class RunDirectory:
         self.done = path / "DONE"
         self.diverged = path / "DIVERGED"
         self.saved = path / ".saved"  # the step of the newest checkpoint
-        self.aside = path / ASIDE
 
     @property
     def is_finished(self) -> bool:
-        return self.done.exists() and not self.aside.exists()
+        return self.done.exists()
 
     @property
     def has_metrics(self) -> bool:
@@ -117,7 +112,7 @@ class RunDirectory:
             stored = identity.checked(sealed.get("settings"))
         except ValueError as error:
             raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        if changed := identity.changes(stored, settings, sealed["step"]):
+        if changed := identity.changes(stored, settings):
             raise TrainingError(
                 f"checkpoint {path} is of a run with other settings:\n{changed}\n"
                 "Move it to where it came from, or give this run its own run_dir=…"

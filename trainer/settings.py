@@ -239,7 +239,6 @@ class Settings:
 
     runs_dir: str = setting(may_change=True)  # holds the run directories that are named after their overrides
     run_dir: str | None = setting(None, may_change=True)  # null: <runs_dir>/<overrides>
-    rerun_finished: bool = setting(False, may_change=True)  # train a finished run again from the start
     # print the estimate of memory, time and disk, and train nothing
     plan: bool = setting(False, may_change=True)
     # plan: on this GPU ("RTX 4090"); null: on the one that is here

@@ -4,14 +4,12 @@ A run begins with trained weights (`init_from`), with a checkpoint of another ru
 """
 
 import fcntl
-import itertools
 import json
 import logging
-import os
 import shlex
 import shutil
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,15 +25,11 @@ from data.huggingface_tokenizer import TOKENIZER_FILE
 from data.tokenizers import VOCABULARY_SIZES
 from trainer import identity
 from trainer.run_directory import (
-    ASIDE,
     RunDirectory,
     checkpoints_in,
     name_directory,
     newest_step,
     read_metrics,
-    read_seal,
-    step_of,
-    steps_in,
 )
 from trainer.settings import Settings
 
@@ -43,7 +37,7 @@ log = logging.getLogger(__name__)
 
 #: Settings that a branch does not take from its run, which may be a stranger's: places, accounts, and code.
 OWN = (
-    *("run_dir", "runs_dir", "rerun_finished", "plan", "init_from", "branch_from", "branch_step"),
+    *("run_dir", "runs_dir", "plan", "init_from", "branch_from", "branch_step"),
     *("data.root", "logger", "optimizer._target_", "optimizer.arguments", "callbacks"),
 )
 
@@ -62,7 +56,7 @@ def inherited(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for name in ("init_from", "branch_from"):
         if (source := config[name]) and Path(source).resolve().is_relative_to(own.path.resolve()):
             raise SettingsError(f"{name}={source} is in run_dir={own.path}; give this run another run_dir=…")
-    begun = own.config.exists() and not config.rerun_finished
+    begun = own.config.exists()
     try:
         if config.branch_from is None:
             return _of_weights(config, typed, own if begun else None)
@@ -135,35 +129,22 @@ class TrainingDirectory(RunDirectory):
     """The folder of the run that this process trains, or is about to."""
 
     def is_finished_with(self, settings: Settings) -> bool:
-        """Whether the run is finished, with all of its results, and nothing of `settings` is left to train.
+        """Whether the run is finished, with all of its results.
 
         False if its text has moved: the trainer then compares the text itself. Raises TrainingError if a
         result is damaged, the run was trained with other settings, which it names, or the folder cannot be
         read.
         """
         try:
-            if settings.rerun_finished or not self.is_finished:
+            if not self.is_finished:
                 return False
             self.check()
-            stored = _stored_settings(self)
         except ValueError as error:
             raise TrainingError(str(error)) from error
         except OSError as error:
             raise TrainingError(f"cannot use the run directory: {explain(error)}; set run_dir=…") from error
-        if stored is None:
-            raise TrainingError(
-                f"{self.path} is finished, but nothing there says with which settings: restore its "
-                "config.yaml from a copy, or set rerun_finished=true to train it again from the start"
-            )
-        step = max(map(step_of, checkpoints_in(self.checkpoints)), default=0)
-        if identity.is_longer(stored, settings, step):
-            return False
-        if changed := identity.changes(stored, settings, step, also=("spike.skip",)):
-            raise TrainingError(
-                f"{self.path} is finished, but was trained with other settings:\n{changed}\n"
-                "Give these settings their own run_dir=…, or train them here from the start with "
-                f"rerun_finished=true{_branching(self, stored, settings, step)}"
-            )
+        stored = _stored_settings(self)
+        _refuse_other(self, stored, settings)
         was, now = stored.get("data", {}), settings.recorded()["data"]
         return all((was.get(key) or None) == (now[key] or None) for key in ("path", "val_path", "sources"))
 
@@ -171,8 +152,7 @@ class TrainingDirectory(RunDirectory):
     def locked(self) -> Iterator[None]:
         """Create the folder, and lock it against a second process that trains the same run.
 
-        A new folder goes again if an error comes before the first step. A finished run that was to be trained
-        again is back if one comes, or the process is killed, before the new one's first checkpoint.
+        A new folder goes again if an error comes before the first step.
         """
         is_new = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -187,13 +167,11 @@ class TrainingDirectory(RunDirectory):
                     "this one another run_dir=…"
                 ) from None
             try:
-                _settle(self)
                 for folder in (self.path, self.weights):
                     for leftover in folder.glob("*.[0-9]*.tmp"):  # of a process that was killed
                         leftover.unlink()
                 yield
             except BaseException:
-                _settle(self)
                 if is_new and not (self.has_metrics or self.diverged.exists()):
                     shutil.rmtree(self.path, ignore_errors=True)
                 raise
@@ -203,34 +181,18 @@ class TrainingDirectory(RunDirectory):
 
         Or if its checkpoints are gone, or cannot be read.
         """
-        if settings.rerun_finished and self.is_finished:
-            _set_aside(self)
         if self.environment.exists():
             with user_facing(ValueError):
                 read_lines(self.environment)  # the model card needs it, at the end
-        if (found := _find_checkpoints(self)) or self.has_metrics:
-            stored = _stored_settings(self)
-            step = max(map(step_of, found), default=0)
-            if stored and (changed := identity.changes(stored, settings, step)):
-                raise TrainingError(
-                    f"{self.path} holds a run with other settings:\n{changed}\n"
-                    "Give the changed run its own run_dir=…, or delete that folder to start over"
-                    f"{_branching(self, stored, settings, step)}"
-                )
+        if _find_checkpoints(self) or self.has_metrics:
+            _refuse_other(self, _stored_settings(self), settings)
         for mark in (self.diverged, self.done):  # what it claims begins to change
             mark.unlink(missing_ok=True)
         write_text(self.config, identity.as_yaml(settings.recorded()))
 
-    def records(self) -> list[dict[str, Any]]:
-        """Those of a run that is under way: links were refused when it was locked."""
-        return read_metrics(self.metrics)
-
     def note_checkpoint(self, step: int) -> None:
         """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
         write_text(self.saved, f"{step}\n")
-        if self.aside.exists():
-            (self.aside / self.done.name).unlink(missing_ok=True)
-            _settle(self)
 
     def truncate_metrics(self, step: int) -> None:
         """Drop metrics and spikes after `step`, and incomplete last lines: these steps will run again.
@@ -272,83 +234,21 @@ def _find_checkpoints(directory: RunDirectory) -> list[Path]:
     return found
 
 
-def _stored_settings(directory: RunDirectory) -> dict[str, Any] | None:
-    """The settings of the run: those in config.yaml, unless its newest whole checkpoint says others.
-
-    None, after a warning, if nothing says them.
-    """
-    sealed = None
-    for checkpoint in checkpoints_in(directory.checkpoints):
-        with suppress(OSError, ValueError):  # damaged
-            sealed = identity.checked(read_seal(checkpoint).get("settings"))
+def _stored_settings(directory: RunDirectory) -> dict[str, Any]:
+    """The settings of the run, in its config.yaml. Raises TrainingError if it does not say them."""
     try:
-        config = identity.read(directory.config)
+        return identity.read(directory.config)
     except (FileNotFoundError, ValueError) as error:
-        if sealed is None:
-            log.warning("%s cannot be read, so settings are not compared: %s", directory.config, error)
-        return sealed
-    return sealed if sealed and identity.differences(config, sealed) else config
+        raise TrainingError(
+            f"{directory.config} does not say the settings of its run ({error}); restore it from a copy, or "
+            f"delete {directory.path} to train from the start"
+        ) from error
 
 
-def _branching(directory: RunDirectory, stored: dict[str, Any], settings: Settings, step: int) -> str:
-    """What can be done with a run that is not `is_longer` although only its length differs."""
-    common = identity.steps_in_common(stored, settings)
-    if common < 0 or not 0 < step < settings.total_steps:
-        return ""
-    steps = steps_in(directory.checkpoints)
-    at = max((one for one in steps if one <= common), default=step)
-    return (
-        f". It cannot go on here: its {step} steps had other learning rates, from step {common + 1} on. "
-        "A run of its own can go on with the rates of these settings: python train.py "
-        f"branch_from={directory.path} branch_step={at} steps={settings.total_steps} run_dir=…"
-    )
-
-
-# ---------------------------------------------------------------------- a finished run that is trained again
-
-
-def _set_aside(own: RunDirectory) -> None:
-    """Move what the finished run left to ASIDE, DONE last; `_settle` undoes it or makes it final."""
-    for path in (*_results(own), own.done):
-        (path.parent / ASIDE).mkdir(exist_ok=True)
-        os.rename(path, path.parent / ASIDE / path.name)
-
-
-def _settle(own: RunDirectory) -> None:
-    """Put the finished run that was set aside back, or delete it if the new one has a checkpoint.
-
-    Complete if it is called again after it was interrupted.
-    """
-    asides = (own.checkpoints / ASIDE, own.aside)
-    if os.path.islink(asides[0]):  # a stranger's
-        asides[0].unlink()
-    if (own.aside / own.done.name).exists():
-        for path in (*_results(own), own.diverged):
-            _remove(path)
-        os.rename(own.aside / own.done.name, own.done)
-    if own.done.exists():
-        for path in _results(own, ASIDE):
-            os.rename(path, path.parent.parent / path.name)
-    for folder in asides:
-        _remove(folder)
-
-
-def _results(own: RunDirectory, within: str = "") -> list[Path]:
-    """What training again replaces, DONE apart; within: ASIDE, where it is meanwhile.
-
-    Of checkpoints, which may be on another disk, each by itself.
-    """
-    files = (own.metrics, own.spikes, own.environment, own.config, own.loss_plot, own.probe_plot)
-    marks = (own.saved, own.wandb_id)  # trained anew, it is another run in W&B
-    named = (own.weights, own.exports, own.profile, *files, *marks)
-    there = [path.parent / within / path.name for path in named]
-    saved = [(own.checkpoints / within).glob(pattern) for pattern in ("step_*", ".writing_step_*")]
-    return [*itertools.chain(*saved), *filter(os.path.lexists, there)]
-
-
-def _remove(path: Path) -> None:
-    """Delete a folder or file, if it is there; of a link only the link."""
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        path.unlink()
+def _refuse_other(directory: RunDirectory, stored: dict[str, Any], settings: Settings) -> None:
+    if changed := identity.changes(stored, settings):
+        raise TrainingError(
+            f"{directory.path} holds a run with other settings:\n{changed}\n"
+            "Give the changed run its own run_dir=…, or delete that folder to start over. "
+            f"branch_from={directory.path} goes on from a checkpoint there with other settings, such as steps"
+        )
