@@ -108,10 +108,9 @@ def as_two_nodes(command: list[str]) -> list[list[str]]:
 
 def test_a_killed_rank_ends_the_run_which_two_nodes_and_one_continue_exactly(command, datasets, tmp_path):
     overrides = ("steps=9", "checkpoint_every=3", "hardware.micro_batch=2", "hardware.parallel=fsdp")
-    whole, again = (
-        warm.debug_settings(datasets, *overrides, f"run_dir={tmp_path / name}") for name in ("whole", "killed")
-    )
-    killed = command(*overrides, "hardware.devices=2", f"run_dir={tmp_path / 'killed'}")
+    run_dirs = [f"run_dir={tmp_path / name}" for name in ("whole", "killed")]
+    whole, again = (warm.debug_settings(datasets, *overrides, run_dir) for run_dir in run_dirs)
+    killed = command(*overrides, "hardware.devices=2", run_dirs[1])
     warm.two_ranks(whole, [], [])
     told = kill_a_rank_at_step(tmp_path / "killed", 4, killed)
     assert "was ended by SIGKILL: the kernel does that when memory runs out" in told
