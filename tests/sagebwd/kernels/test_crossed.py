@@ -64,7 +64,7 @@ CASES = {
     "dP in fp16, tile scales": (PAPER_IN_FP16, 128, DOCUMENTS, OTHER_KEYS, {}),
     "dP in fp16, tile scales, 32 channels": (PAPER_IN_FP16, 32, 130, 130, CAUSAL),
     "dP in fp16, 64 keys": (replace(DP_IN_FP16, block_kv=64), 64, 130, 70, {}),
-    "dP in fp16, 200 channels": (DP_IN_FP16, 200, 130, 130, EDGES[0]),
+    "dP in fp16, 200 channels": (DP_IN_FP16, 200, 130, 130, EDGES[1]),
     "256 channels": (DEFAULT_CONFIG, 256, 130, 70, CAUSAL),
     "low_bias, 200 channels, packed": (LOW_BIAS, 200, DOCUMENTS, DOCUMENTS, CAUSAL),
     "token scales, 136 channels, window": (TOKEN_SCALES, 136, 130, 190, EDGES[1]),
