@@ -1,6 +1,7 @@
 """Shared by all tests: everything runs offline."""
 
 import functools
+import gc
 import os
 
 import hypothesis
@@ -18,6 +19,11 @@ if not torch.cuda.is_available():
 
 hypothesis.settings.register_profile("shared cores", deadline=None)  # an example may wait for another test
 hypothesis.settings.load_profile("shared cores")
+
+
+def pytest_collection_finish():
+    """The modules are imported: what they hold is no garbage, and need not be searched for any again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

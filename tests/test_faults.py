@@ -153,7 +153,7 @@ def wandb_breaks(after):
 # ------------------------------------------------------------------ killed
 
 
-KILLS, IN_A_WRITE = 8, 3
+KILLS, IN_A_WRITE = 5, 2
 
 
 def test_killed_at_random_moments_and_continued_is_the_same_run(debug, whole):
@@ -165,7 +165,7 @@ def test_killed_at_random_moments_and_continued_is_the_same_run(debug, whole):
     print(f"FAULTS_SEED={seed}: killed after seconds", [round(moment, 3) for moment in moments])
     print("of which counted from the beginning of a write:", sorted(in_a_write))
 
-    overrides = ("attention=sagebwd", "steps=60", "checkpoint_every=3", "eval_every=7", "sample_tokens=2")
+    overrides = ("attention=sagebwd", "steps=40", "checkpoint_every=3", "eval_every=7", "sample_tokens=2")
     overrides += ("probe.every=5", "spike.window=8", "spike.threshold=2", "spike.skip=true")
     runs, torn = [debug("run_0", *overrides)], 0
     for kill, moment in enumerate(moments):

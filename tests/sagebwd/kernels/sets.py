@@ -157,6 +157,8 @@ emulated_too = pytest.mark.emulated
 reference_too = pytest.mark.reference
 #: For what all kernel sets do alike: without a GPU the reference stands for them.
 reference_first = only(lambda kernel_set: kernel_set.is_gpu or kernel_set.is_reference)
+#: For what only depends on what is saved for backward. Without a GPU: Q, K and V themselves, and packed.
+one_of_each_kind = only(lambda kernels: kernels.is_gpu or str(kernels) in ("reference-cpu", "ampere-cpu"))
 kernels_only = only(lambda kernel_set: not kernel_set.is_reference)
 on_gpu = only(lambda kernel_set: kernel_set.is_gpu)
 triton_only = only(lambda kernel_set: kernel_set.name == "triton")

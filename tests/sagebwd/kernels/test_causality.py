@@ -11,7 +11,7 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
 from tests.sagebwd.kernels.inputs import INPUTS, LATER, POISONS, change_after
-from tests.sagebwd.kernels.sets import emulated_too, only, over
+from tests.sagebwd.kernels.sets import emulated_too, only, over, reference_first
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -66,8 +66,7 @@ def cases(kernel_set):
     few = [(1, ["NaN"], {}), (64, finite, {})]
     if not kernel_set.is_emulated:
         few += [
-            (98, ["NaN", "Inf"], {}),
-            (33, ["NaN", "huge"], SMALL_TILES),
+            (33, ["Inf", "huge"], SMALL_TILES),
             (63, ["-Inf"], {**SMALL_TILES, "unsigned_p": True}),
             *((40, finite, without(matmul)) for matmul in ("o", "dq")),
         ]
@@ -93,7 +92,7 @@ def test_hidden_tokens_leave_no_trace(leaks, sample, cut, laters, settings, size
 
 
 @strict_only
-@over("name", lambda kernel_set: INPUTS if kernel_set.is_gpu or kernel_set.is_reference else ("k", "v"))
+@over("name", lambda kernel_set: INPUTS if kernel_set.is_gpu or kernel_set.is_reference else ("v",))
 @over("later", lambda kernel_set: ["NaN", "Inf", "huge"] if kernel_set.is_gpu else ["NaN"])
 def test_one_hidden_tensor_leaves_no_trace(kernels, sample, kernel_set, name, later):
     """Outside INT8 a NaN of V reaches ``out``, and one of K dq, as 0 · NaN; all others the mask keeps out."""
@@ -116,7 +115,7 @@ LEAKS = {
 }
 
 
-@strict_only
+@reference_first
 @over("name", lambda kernel_set: [name for name, (config, _) in LEAKS.items() if kernel_set.runs(config)])
 def test_every_switch_of_it_is_needed(leaks, sample, name):
     """And these tests would see a leak: whatever leaves ``strictly_causal`` does."""

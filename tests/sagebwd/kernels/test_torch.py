@@ -21,7 +21,14 @@ from sagebwd.window import CAUSAL
 from tests.inputs import assert_same, gradients
 from tests.sagebwd.kernels import operators
 from tests.sagebwd.kernels.inputs import NAMES, every_other, token_major
-from tests.sagebwd.kernels.sets import emulated_too, on_gpu, only, over, reference_first
+from tests.sagebwd.kernels.sets import (
+    emulated_too,
+    on_gpu,
+    one_of_each_kind,
+    only,
+    over,
+    reference_first,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile itself
@@ -225,8 +232,7 @@ def test_compiled_once_for_all_lengths(sample, device, compiled, kernel_set, bac
 # Gradients are right or refused, never lost
 
 
-# Without a GPU: a set that saves Q, K and V, and one that saves them packed.
-@only(lambda kernels: kernels.is_gpu or kernels.is_reference or kernels.name == "ampere")
+@one_of_each_kind
 @emulated_too
 @pytest.mark.parametrize("way", [*operators.ways("reference"), "compiled function", "compiled checkpoint"])
 def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compiled, causal, ways, way):
@@ -244,6 +250,7 @@ def test_gradients_are_the_same_in_every_way_and_for_every_input(sample, compile
         assert torch.equal(leaf.grad, wanted), NAMES[number + 1]
 
 
+@one_of_each_kind
 @emulated_too
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("seen", ["forward", "backward", "saved"])
@@ -274,6 +281,7 @@ def into_a_buffer(x):
     return buffer[1:].view(x.shape).copy_(x)
 
 
+@one_of_each_kind
 @emulated_too
 @pytest.mark.parametrize("pack", [lambda x: x.contiguous(), into_a_buffer], ids=["contiguous", "buffer"])
 def test_hooks_may_lay_out_anew_what_is_saved(sample, causal, pack):
@@ -284,6 +292,7 @@ def test_hooks_may_lay_out_anew_what_is_saved(sample, causal, pack):
     assert_same(found, gradients(causal, *inputs))
 
 
+@one_of_each_kind
 @emulated_too
 @pytest.mark.parametrize("is_watched", [False, True])
 def test_memory_is_freed_with_the_output(sample, causal, is_watched):
@@ -313,6 +322,7 @@ def test_a_selective_checkpoint_does_not_attend_again(sample, kernel_set, ways, 
     assert len(calls) == 3
 
 
+@reference_first
 def test_vmap_over_more_than_one(sample, causal):
     inputs, others = sample(40), sample(40, seed=1)
     stacked = [torch.stack(pair) for pair in zip(inputs, others, strict=True)]
@@ -321,6 +331,7 @@ def test_vmap_over_more_than_one(sample, causal):
     assert_same(found, [torch.stack(pair) for pair in expected])
 
 
+@one_of_each_kind
 @emulated_too
 @pytest.mark.parametrize("of", ["out", "lse", "both"])
 def test_gradients_in_batches(sample, kernel_set, of):
@@ -339,6 +350,7 @@ def test_gradients_in_batches(sample, kernel_set, of):
     torch.testing.assert_close(dq, wanted_dq, **near)
 
 
+@one_of_each_kind
 @emulated_too
 def test_a_minus_that_torch_has_put_off(sample, kernel_set):
     function = operators.attention(kernel_set.name, return_lse=True)
@@ -350,6 +362,7 @@ def test_a_minus_that_torch_has_put_off(sample, kernel_set):
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-6)  # perhaps of other kernels
 
 
+@reference_first
 def test_a_window_wider_than_the_keys_in_a_compiled_backward(sample, kernel_set):
     *inputs, grad_out = sample()
     names = {"is_causal": True}, {"is_causal": True, "window_size": (2**31 - 1, -1)}

@@ -133,21 +133,3 @@ def test_compiled_equals_eager(sample_on_device, compiled, kernel_set, backend):
         (found, lse), (wanted, wanted_lse) = results
         assert_same(found, wanted)
         torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1e-6)
-
-
-# --- The logsumexp -----------------------------------------------------------------------------------------
-
-
-@over("window_size", lambda kernel_set: [(-1, -1), (5, 2)] if kernel_set.is_gpu else [(5, 2)])
-def test_the_logsumexp_is_that_of_the_reference(sample, kernel_set, device, window_size):
-    """In a pack whose documents have keys of different means, which smoothing subtracts."""
-    q, k, v, _ = sample(60, 50, heads=4, kv_heads=2)
-    k = k + torch.linspace(0, 3, 50)[:, None].half()
-    packed = {"cu_seqlens": torch.tensor([2, 30, 30, 58]), "cu_seqlens_kv": torch.tensor([0, 20, 30, 45])}
-    settings = {"enable_gqa": True, "window_size": window_size, "return_lse": True}
-    _, wanted = sage_attention(q, k, v, **settings, **packed)
-    inputs = [x.to(device) for x in (q, k, v)]
-    on_device = {name: x.to(device) for name, x in packed.items()}
-    out, lse = sage_attention(*inputs, **settings, **on_device, kernels=kernel_set.name)
-    assert out.shape == q.shape
-    torch.testing.assert_close(lse.cpu(), wanted, rtol=1e-5, atol=1e-5)

@@ -9,8 +9,6 @@ import pytest
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.ampere.shapes import SHARED_LIMIT, cta_shape
 from sagebwd.kernels.cuda.compile import compile_source
-from sagebwd.kernels.cuda.forward import CForward
-from tests.sagebwd.kernels.hopper.test_launch import assert_same_fields
 from tests.sagebwd.kernels.machine_code import MachineCode
 
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
@@ -131,15 +129,3 @@ def test_cta_shapes_are_checked(source, head_dim, tile, macros):
         else:
             with pytest.raises(RuntimeError, match="static assertion failed"):
                 compile_source(*arguments)
-
-
-def test_arguments_are_those_of_the_sources():
-    """Names, order and types: the driver sees nothing but their size."""
-    folders = ampere.sources_for("sm_80").folders
-    names = ("layout.cuh", "scheduler.cuh")
-    headers = [folder / name for folder in folders for name in names]
-    shared = "".join(path.read_text(encoding="utf-8") for path in headers if path.exists())
-    files = (folders[1] / "softmax.cuh", folders[0] / "backward.cuh")
-    for file, structure in zip(files, (CForward, ampere.CBackward), strict=True):
-        text = file.read_text(encoding="utf-8")
-        assert_same_fields(structure, "Arguments", shared + text)

@@ -1,65 +1,19 @@
-"""Python and the sources agree; which tensors are copied before they are read. None of it needs a GPU."""
+"""CTAs are those of the sources; which tensors are copied before they are read. None of it needs a GPU.
+
+That arguments are those of the sources shows where these are compiled for the CPU, see test_crossed.py.
+"""
 
 from __future__ import annotations
-
-import ctypes
-import re
 
 import pytest
 import torch
 
-from sagebwd.kernels.cuda.compile import SHARED, compile_source
+from sagebwd.kernels.cuda.compile import compile_source
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import shapes, tensor_map
 from sagebwd.kernels.hopper.tensor_map import mappable
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
-
-SCALARS = {"int": ctypes.c_int, "i64": ctypes.c_int64, "float": ctypes.c_float}
-
-
-def fields_in_c(name, text):
-    """(name, type, whether it is a pointer) of all fields of a struct."""
-    body = re.sub(r"//.*", "", re.search(rf"struct {name} {{(.*?)}};", text, re.DOTALL)[1])
-    for declaration in filter(None, map(str.strip, body.split(";"))):
-        kind, names = re.fullmatch(r"(?:const )?(\w+)\s*(.*)", declaration, re.DOTALL).groups()
-        for field in map(str.strip, names.split(",")):
-            yield field.lstrip("* "), kind, field.startswith("*")
-
-
-def assert_same_fields(structure, name, text):
-    for (in_c, kind, is_pointer), (in_python, ctype) in zip(
-        fields_in_c(name, text), structure._fields_, strict=True
-    ):
-        assert in_c == in_python
-        if is_pointer:
-            assert ctype is ctypes.c_void_p, in_c
-        elif kind in SCALARS:
-            assert ctype is SCALARS[kind], in_c
-        else:
-            assert ctype.__name__.lstrip("_").removeprefix("C") == kind, in_c
-            assert_same_fields(ctype, kind, text)
-
-
-@pytest.mark.parametrize(
-    ("source", "structure"),
-    [
-        ("softmax.cuh", hopper.CForward),
-        ("dk_dv", hopper._CDkDv),
-        ("dq.cuh", hopper._CDq),
-        ("backward", hopper._CBackward),
-        ("finish_dq", hopper._CFinishDq),
-    ],
-    ids=["forward", "dk_dv", "dq", "backward", "finish_dq"],
-)
-def test_arguments_are_those_of_the_source(source, structure):
-    """Names, order and types: the driver sees nothing but their size."""
-    folder = SHARED if source == "softmax.cuh" else hopper.SOURCES.path("dq").parent
-    file = folder / source if source.endswith(".cuh") else hopper.SOURCES.path(source)
-    files = (SHARED / "layout.cuh", SHARED / "scheduler.cuh", file)
-    text = "".join(file.read_text(encoding="utf-8") for file in files)
-    assert_same_fields(structure, "Arguments", text)
-
 
 MACROS_OF_SHAPES = {
     "": {},

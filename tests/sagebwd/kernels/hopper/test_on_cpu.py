@@ -48,7 +48,7 @@ ORDERED = {
     "default": (DEFAULT_CONFIG, 64, 260, 260, CAUSAL),
     "strictly causal": (STRICT, 64, 260, 260, CAUSAL),
     "paper": (PAPER, 64, 200, 200, CAUSAL),
-    "256 channels": (DEFAULT_CONFIG, 256, 200, 200, CAUSAL),
+    "256 channels": (DEFAULT_CONFIG, 256, 130, 190, CAUSAL),
     "one backward": (ONE_BACKWARD, 128, 130, 190, {"is_causal": False}),
 }
 

@@ -24,6 +24,7 @@ struct Fiber {
     bool is_started, is_waiting, is_finished;
 };
 static Fiber fibers[MOST_FIBERS];
+static char* const stacks = static_cast<char*>(std::malloc(size_t(MOST_FIBERS) * STACK_BYTES));
 static unsigned* fiber;  // index of the running one
 static jmp_buf scheduler;
 static void (*run_kernel)(const void*);
@@ -40,10 +41,13 @@ inline void switch_to_others() {
     if (!_setjmp(fibers[*fiber].state)) _longjmp(scheduler, 1);
 }
 
+// What a fiber does for ever: the next CTA goes on where this one has ended, for a new fiber takes system calls.
 inline void run_fiber() {
-    run_kernel(kernel_of_fibers);
-    fibers[*fiber].is_finished = true;
-    _longjmp(scheduler, 1);
+    for (;;) {
+        run_kernel(kernel_of_fibers);
+        fibers[*fiber].is_finished = true;
+        switch_to_others();
+    }
 }
 
 static unsigned idle_rounds = 0;  // how often all fibers ran, and those in wait_until only found nothing to do
@@ -105,16 +109,10 @@ struct Meeting {
 
 template <class Kernel>
 inline void run_fibers(unsigned count, unsigned* index, const Kernel& kernel) {
-    static char* stacks = static_cast<char*>(std::malloc(size_t(MOST_FIBERS) * STACK_BYTES));
     fiber = index;
     kernel_of_fibers = &kernel;
     run_kernel = [](const void* kernel) { (*static_cast<const Kernel*>(kernel))(); };
-    for (unsigned i = 0; i < count; ++i) {
-        fibers[i].is_started = fibers[i].is_waiting = fibers[i].is_finished = false;
-        getcontext(&fibers[i].start);
-        fibers[i].start.uc_stack = {.ss_sp = stacks + size_t(i) * STACK_BYTES, .ss_size = STACK_BYTES};
-        makecontext(&fibers[i].start, run_fiber, 0);
-    }
+    for (unsigned i = 0; i < count; ++i) fibers[i].is_waiting = fibers[i].is_finished = false;
     idle_rounds = 0;
     for (volatile bool is_running = true; is_running;) {  // volatile: it lives across _longjmp
         is_running = false;
@@ -136,6 +134,9 @@ inline void run_fibers(unsigned count, unsigned* index, const Kernel& kernel) {
             if (_setjmp(scheduler)) continue;
             if (next.is_started) _longjmp(next.state, 1);
             next.is_started = true;
+            getcontext(&next.start);
+            next.start.uc_stack = {.ss_sp = stacks + size_t(*fiber) * STACK_BYTES, .ss_size = STACK_BYTES};
+            makecontext(&next.start, run_fiber, 0);
             setcontext(&next.start);
         }
         if (is_running && !anyone_ran) give_up("it hangs: threads wait for others that have finished or wait elsewhere");

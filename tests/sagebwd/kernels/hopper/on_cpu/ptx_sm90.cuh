@@ -285,21 +285,21 @@ template <class T, int N>
 inline void pin(T (&)[N]) {}
 
 // Where byte `i` of a row lies in a swizzled tile whose rows have 64 or 128 bytes. 16 bytes lie together.
-inline const u8* in_tile(u32 first, u32 row_bytes, int row, int i) {
+[[gnu::always_inline]] inline const u8* in_tile(u32 first, u32 row_bytes, int row, int i) {
     const u32 address = first + row * row_bytes + i;
     return shared_memory + (address ^ (address >> 3 & (row_bytes - 16)));
 }
 
 // The 32 bytes of a row that a product takes.
-inline void read_row(u64 tile, int row, void* bytes) {
+[[gnu::always_inline]] inline void read_row(u64 tile, int row, void* bytes) {
     for (int i = 0; i < 32; i += 16) std::memcpy(static_cast<u8*>(bytes) + i, in_tile(u32(tile) << 4, tile >> 32, row, i), 16);
 }
-inline void read_row(u64 tile, int row, int (&x)[32]) {
+HOT inline void read_row(u64 tile, int row, int (&x)[32]) {
     signed char bytes[32];
     read_row(tile, row, static_cast<void*>(bytes));
     for (int k = 0; k < 32; ++k) x[k] = bytes[k];
 }
-inline void read_row(u64 tile, int row, float (&x)[16]) {
+HOT inline void read_row(u64 tile, int row, float (&x)[16]) {
     u16 bits[16];
     read_row(tile, row, static_cast<void*>(bits));
     for (int k = 0; k < 16; ++k) x[k] = to_float(bits[k]);
@@ -316,7 +316,7 @@ inline int row_of(int i) { return threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32
 
 // What this thread has of two rows times columns, which read(column, x) gives: four elements at a time.
 template <bool ACCUMULATE, int N, class T, int DEPTH, class Read>
-inline void multiply(u32* sums, const T (&rows)[2][DEPTH], Read read) {
+HOT inline void multiply(u32* sums, const T (&rows)[2][DEPTH], Read read) {
     using Ints = int __attribute__((vector_size(16)));
     using Floats = float __attribute__((vector_size(16)));
     using Four = std::conditional_t<std::is_same_v<T, int>, Ints, Floats>;
