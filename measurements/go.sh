@@ -1,9 +1,9 @@
 #!/bin/bash
-# The measurements of this folder, one after the other:  TEXT='text/*.parquet' bash measurements/go.sh FOLDER [PART …]
+# The measurements of this folder, one after the other:  TEXT=text bash measurements/go.sh FOLDER [PART …]
 #
 # PART: programs (5 minutes on one H200), float8 (4), muon (3); all if none is named. Results are FOLDER/*.json, logs
-# FOLDER/*.log. TEXT: parquet files of English, 40 MB or more (10 million tokens), with a column `text`.
-# TIKTOKEN_CACHE_DIR holds GPT-2's vocabulary. TINY=1: tiny sizes, on a CPU.
+# FOLDER/*.log. TEXT: a folder with train.parquet, English of 40 MB or more (10 million tokens), and validation.parquet,
+# each with a column `text`. TIKTOKEN_CACHE_DIR holds GPT-2's vocabulary. TINY=1: tiny sizes, on a CPU.
 #
 # Needs, besides torch ≥ 2.11, Triton, transformers, tokenizers, accelerate, peft, tiktoken, pyarrow, pandas,
 # matplotlib, xxhash, zipp, these wheels, 12 MB together (Python 3.12, x86-64):
@@ -12,8 +12,8 @@
 #   diffusers 0.42.1, importlib_metadata 10.2.0, lazy_importer 0.1.0              programs
 #   torchao 0.18.0 (its extensions are for other operators and may fail to load)  float8
 set -u
+TEXT=$(realpath "$TEXT") FOLDER=$(realpath -m "$1") && mkdir -p "$FOLDER" && shift
 cd "$(dirname "$0")/.."
-FOLDER=$(realpath -m "$1") && mkdir -p "$FOLDER" && shift
 PARTS=${*:-programs float8 muon}
 TINY=${TINY:+--tiny}
 SCRATCH=$(mktemp -d) && trap 'rm -rf "$SCRATCH"' EXIT
@@ -30,16 +30,16 @@ for part in $PARTS; do
     SECONDS=0
     case $part in
     programs)
-        limited programs 540 python3 measurements/programs_train.py --text "$TEXT" --out "$FOLDER/programs.json" $TINY
+        limited programs 540 python3 measurements/programs_train.py --text "$TEXT/train.parquet" --out "$FOLDER/programs.json" $TINY
         ;;
     float8)
-        limited float8 400 python3 measurements/float8.py --text "$TEXT" --out "$FOLDER/float8.json" $TINY
+        limited float8 400 python3 measurements/float8.py --text "$TEXT/train.parquet" --out "$FOLDER/float8.json" $TINY
         ;;
     muon) # 25 million tokens a run; Muon and AdamW with SageBwd, then Muon in full precision
         settings=(runs_dir="$SCRATCH/runs" experiment=debug)
         [ "$TINY" ] || settings=(runs_dir="$SCRATCH/runs" experiment=scaled_131k steps=190 tps.warmup_steps=25 eval_every=190
-            checkpoint_every=190 probe.every=0 sample_tokens=0 data=parquet "data.path='$TEXT'"
-            data.root="$SCRATCH/tokens")
+            checkpoint_every=190 probe.every=0 sample_tokens=0 data=parquet "data.path='$TEXT/train.parquet'"
+            "data.val_path='$TEXT/validation.parquet'" data.root="$SCRATCH/tokens")
         limited muon 150 python3 train.py -m "${settings[@]}" attention=sagebwd optimizer=adamw,muon
         limited muon 90 python3 train.py -m "${settings[@]}" attention=fpa optimizer=muon
         limited muon 60 python3 -m scripts.compare "$SCRATCH/runs" --out "$FOLDER/muon.png"
