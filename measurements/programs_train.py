@@ -159,6 +159,8 @@ def run_program(arguments):
     cells = []
     for task in PROGRAMS[arguments.program]:
         torch.manual_seed(0)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
         losses, times = task(arguments)
         report = []
         if "sagebwd" in sys.modules:
