@@ -49,18 +49,17 @@ BACKWARD = (
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
-    """Out and what the backward needs; :func:`needed_by_backward` tells what it needs of q, k and v."""
+    """Out and what the backward needs; ``needed_by_backward`` of params tells what it needs of q, k and v."""
     check_backward_mode(q, k, v)  # for those who call the operator itself
     return _run_forward(q, k, v, _narrowed(q, k, arguments))
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, **together: bool
 ) -> ForwardResult | KeptResult:
     """``together``: see :mod:`sagebwd.interface`."""
-    forward = kernel_set(params.kernels).forward
     with _on_device_of(q):
-        return forward(q, k, v, params, together=True) if together else forward(q, k, v, params)
+        return kernel_set(params.kernels).forward(q, k, v, params, **together)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
@@ -108,23 +107,16 @@ def _backward(
             "sagebwd::backward got no q, k or v, and not what replaces it; pass q, k and v, or what "
             "sagebwd::forward(pack_for_backward=True) of CUDA kernels returned"
         )
-    q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
-    saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
-    return _run_backward(grad_out, (q, k, v), saved, _narrowed(q, k, arguments), grad_lse)
+    result = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
+    return _run_backward(_Saved((q, k, v), (kv_heads, kv_tokens), result, params), grad_out, grad_lse)
 
 
-def _run_backward(
-    grad_out: Tensor,
-    qkv: Sequence[Tensor | None],
-    saved: ForwardResult | KeptResult,
-    params: AttentionParams,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``grad_lse`` is that of ``saved.lse``; see :mod:`sagebwd.interface` for the rest."""
+def _run_backward(saved: _Saved | KeptResult, grad_out: Tensor, grad_lse: Tensor | None) -> Sequence[Tensor]:
+    """dq, dk, dv. ``grad_lse`` is that of the lse in ``saved``."""
     with _on_device_of(grad_out):
         if grad_lse is not None:  # to base e, as kernel sets take it
-            grad_lse = (grad_lse / log_of_base(params)).contiguous()
-        return kernel_set(params.kernels).backward(grad_out, *qkv, saved, params, grad_lse)
+            grad_lse = (grad_lse / log_of_base(saved.params)).contiguous()
+        return saved.gradients(grad_out, grad_lse)
 
 
 def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -187,21 +179,6 @@ def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple
     return layout.q_shape(q, q_blocks), layout.kv_shape(k, kv_blocks)
 
 
-def needed_by_backward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """q, k, v as the backward needs them beside the forward's result: None for what that packed.
-
-    If Q and K are packed, 4 bytes per element are saved instead of 6, 2 of them V itself. A dK in 16 bit
-    reads Q itself, a dQ in 16 bit K: 2 bytes more each.
-    """
-    if not (params.pack_for_backward and params.packs):
-        return q, k, v
-    config = params.config
-    q, k = None if config.is_int8("dk") else q, None if config.is_int8("dq") else k
-    return q, k, None if params.packs_v else v
-
-
 def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """``ForwardResult.k_mean`` alone."""
     with _on_device_of(k):
@@ -225,66 +202,79 @@ def load_ahead(q: Tensor, params: AttentionParams) -> None:
 # --- Autograd ----------------------------------------------------------------------------------------------
 
 
-def _save_for_backward(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    params: AttentionParams,
-    result: ForwardResult | KeptResult,
-    *others: Tensor | None,
-) -> None:
-    """``others`` are those of :meth:`_Attention.backward`."""
-    ctx.kv_sizes = k.shape[1:3]
-    ctx.params = params.with_documents(None, None)  # tensors are saved below
-    needed, tensors = needed_by_backward(q, k, v, params), result.tensors
-    ctx.restore, ctx.count = result.restore, len(tensors)
-    ctx.save_for_backward(*needed, *params.boundaries, *tensors, *others)
+class _Saved(NamedTuple):
+    """What the backward needs, as ``sagebwd::backward`` takes it."""
+
+    qkv: tuple[Tensor | None, ...]
+    kv_sizes: tuple[int, int]
+    result: ForwardResult
+    params: AttentionParams
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult, params: AttentionParams) -> _Saved:
+        return cls(params.needed_by_backward(q, k, v), k.shape[1:3], result, params)
+
+    @property
+    def out(self) -> Tensor:
+        return self.result.out
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What to save."""
+        return (*self.qkv, *self.params.boundaries, *self.result)
+
+    @property
+    def restore(self) -> Callable[[Sequence[Tensor | None]], _Saved]:
+        """Makes the same of these tensors; holds none of them."""
+        kv_sizes, params = self.kv_sizes, self.params.with_documents(None, None)
+        return lambda x: _Saved(x[:3], kv_sizes, ForwardResult(*x[5:]), params.with_documents(*x[3:5]))
+
+    def gradients(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of the kernels."""
+        out, params = self.result.out, self.params
+        qkv = _with_stand_ins(*self.qkv, *self.kv_sizes, out)
+        params = params._replace(window=params.window.narrowed(out.shape[2], self.kv_sizes[1]))
+        return kernel_set(params.kernels).backward(grad_out, *qkv, self.result, params, grad_lse)
+
+
+def _save_for_backward(ctx: Any, saved: _Saved | KeptResult, *others: Tensor | None) -> None:
+    """Checkpoints let what is saved be read once."""
+    ctx.restore = saved.restore
+    ctx.save_for_backward(*others, *saved.tensors)
     ctx.set_materialize_grads(False)
 
 
 def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *arguments = inputs
-    _save_for_backward(ctx, q, k, v, AttentionParams.unflatten(*arguments), ForwardResult(*output))
+    *qkv, arguments = *inputs[:3], inputs[3:]
+    _save_for_backward(ctx, _Saved.of(*qkv, ForwardResult(*output), AttentionParams.unflatten(*arguments)))
     ctx.mark_non_differentiable(*output[2:])
 
 
-class _Saved(NamedTuple):
-    """What the forward saved; see :func:`_save_for_backward`. Checkpoints let it be read once."""
+def _gradients(
+    saved: _Saved | KeptResult, grad_out: Tensor | None, grad_lse: Tensor | None = None
+) -> Sequence[Tensor]:
+    """dq, dk, dv; with create_graph the operator refuses to give more."""
+    grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
+    if not torch.is_grad_enabled() and not _is_watched(grad_out, grad_lse, *saved.tensors):
+        return _run_backward(saved, grad_out, grad_lse)
+    qkv, kv_sizes, result, params = _whole(saved)
+    return ops.backward.default(grad_out, *qkv, *kv_sizes, *result, *params.flatten(), grad_lse)
 
-    needed: tuple[Tensor | None, ...]
-    kv_sizes: tuple[int, int]
-    result: ForwardResult | KeptResult
-    params: AttentionParams
-    others: Sequence[Tensor | None]
 
-    @classmethod
-    def of(cls, ctx: Any) -> _Saved:
-        q, k, v, cu_seqlens, cu_seqlens_kv, *rest = ctx.saved_tensors
-        params = ctx.params.with_documents(cu_seqlens, cu_seqlens_kv)
-        result = ctx.restore(*rest[: ctx.count])
-        return cls((q, k, v), ctx.kv_sizes, result, params, rest[ctx.count :])
-
-    def gradients(
-        self, grad_out: Tensor | None, grad_lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; with create_graph the operator refuses to give more."""
-        needed, kv_sizes, result, params, _ = self
-        grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
-        tensors = (grad_out, grad_lse, *needed, *result.tensors, *params.boundaries)
-        if not torch.is_grad_enabled() and not _is_watched(*tensors):
-            if isinstance(result, ForwardResult):  # of an operator, or of kernels that do not pack
-                params = params._replace(window=params.window.narrowed(result.out.shape[2], kv_sizes[1]))
-                needed = _with_stand_ins(*needed, *kv_sizes, result.out)
-            return _run_backward(grad_out, needed, result, params, grad_lse)
-        return ops.backward.default(grad_out, *needed, *kv_sizes, *result, *params.flatten(), grad_lse)
+def _whole(saved: _Saved | KeptResult) -> _Saved:
+    """What a KeptResult has in one tensor in several."""
+    if isinstance(saved, _Saved):
+        return saved
+    *result, q, k, v, cu_seqlens, cu_seqlens_kv = saved
+    kv_sizes, params = saved.plan.input_shapes[1][1:3], saved.params.with_documents(cu_seqlens, cu_seqlens_kv)
+    return _Saved((q, k, v), kv_sizes, ForwardResult(*result), params)
 
 
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     is_unused = grad_out is None and grad_lse is None
-    gradients = (None,) * 3 if is_unused else _Saved.of(ctx).gradients(grad_out, grad_lse)
+    gradients = (None,) * 3 if is_unused else _gradients(ctx.restore(ctx.saved_tensors), grad_out, grad_lse)
     return (*gradients, *(None,) * 8)
 
 
@@ -355,46 +345,60 @@ class _Attention(torch.autograd.Function):
         params: AttentionParams,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        result, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
-        _save_for_backward(ctx, q, k, v, params, result, lse, sinks)
-        return result.out, lse
+        saved, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
+        _save_for_backward(ctx, saved, lse, sinks)
+        return saved.out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs_qkv = any(ctx.needs_input_grad[:3])
-        return (*_gradients_with_lse(_Saved.of(ctx), grad_out, grad_lse, needs_qkv), None, None)
+        lse, sinks, *tensors = ctx.saved_tensors
+        saved, dsinks = ctx.restore(tensors), None
+        if grad_lse is None and sinks is None:
+            dq, dk, dv = _gradients(saved, grad_out)
+        else:
+            needs = any(ctx.needs_input_grad[:3])
+            dq, dk, dv, dsinks = _gradients_with_lse(saved, grad_out, grad_lse, lse, sinks, needs)
+        return dq, dk, dv, dsinks, None, None
 
 
 def _forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, params: AttentionParams, with_lse: bool
-) -> tuple[ForwardResult | KeptResult, Tensor | None]:
+) -> tuple[_Saved | KeptResult, Tensor | None]:
     """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
     if _is_watched(q, k, v, *params.boundaries):
         result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
+        saved = _Saved.of(q, k, v, result, params)
+    elif params.packs:
+        saved = _run_forward(q, k, v, params, together=True)
     else:
-        result = _run_forward(q, k, v, params, together=params.packs)
+        saved = _Saved.of(q, k, v, _run_forward(q, k, v, params), params)
     if sinks is None and not with_lse:
-        return result, None
-    whole = ForwardResult(*result)
-    lse = natural_lse(q, whole.lse, whole.k_mean, params)
-    return (result, lse) if sinks is None else add_sinks(whole, lse, sinks, params)
+        return saved, None
+    result = _whole(saved).result
+    lse = natural_lse(q, result.lse, result.k_mean, params)
+    if sinks is None:
+        return saved, lse
+    result, lse = add_sinks(result, lse, sinks, params)
+    return _Saved.of(q, k, v, result, params), lse
 
 
 def _gradients_with_lse(
-    saved: _Saved, grad_out: Tensor | None, grad_lse: Tensor | None, needs_qkv: bool
+    saved: _Saved | KeptResult,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    needs_qkv: bool,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and dsinks."""
-    params, (lse, sinks) = saved.params, saved.others
-    if grad_lse is None and sinks is None:
-        return (*saved.gradients(grad_out), None)
-    result = ForwardResult(*saved.result)
+    _, _, result, params = _whole(saved)
     grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
     of_result = grad_lse
     if grad_lse is not None:  # the lse of a query without keys is a constant
         of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
     dq = dk = dv = None
     if needs_qkv:
-        dq, dk, dv = saved.gradients(grad_out, of_result)
+        dq, dk, dv = _gradients(saved, grad_out, of_result)
     dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
     return dq, dk, dv, dsinks
 
@@ -423,5 +427,5 @@ def attend(
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     if torch.is_grad_enabled():
         return _Attention.apply(q, k, v, sinks, params, with_lse)
-    result, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
-    return result.out, lse
+    saved, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
+    return saved.out, lse

@@ -142,7 +142,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
     inputs = q, k, v
     if packs:
-        inputs = ops.needed_by_backward(*inputs, AttentionParams.unflatten(*settings, True))
+        inputs = AttentionParams.unflatten(*settings, True).needed_by_backward(*inputs)
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
