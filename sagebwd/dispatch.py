@@ -42,7 +42,7 @@ from sagebwd.kernel_rules import (
     obstacles,
     use_instead,
 )
-from sagebwd.validation import check_arguments, is_autocast
+from sagebwd.validation import autocast_dtype, check_arguments
 from sagebwd.window import Window
 
 #: Devices whose tensors run the reference if no kernel set is asked for.
@@ -143,7 +143,7 @@ def explain(
     check_arguments(q, k, v, scale=None, enable_gqa=True, config=config)
     Window.of(is_causal, window_size)  # which raises
     kind = q.device.type if device is None else "cuda"
-    dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else q.dtype
+    dtype = autocast_dtype(kind) or q.dtype
     head_dim = max(q.shape[-1], v.shape[-1])
     if device is not None:
         return explain_call(Call(kind, hypothetical_gpu(device), dtype, head_dim, config))
@@ -171,7 +171,13 @@ def faster_preset(call: Call, kernels: str) -> str | None:
 
 
 def choose(
-    q: Tensor, scale: float, config: str, kernels: str | None = None, *, head_dim: int | None = None
+    q: Tensor,
+    scale: float,
+    config: str,
+    kernels: str | None = None,
+    *,
+    head_dim: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> str:
     """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
 
@@ -181,6 +187,7 @@ def choose(
 
     Args:
         head_dim: the larger of those of queries and values; by default that of ``q``.
+        dtype: to which ``q`` will be cast.
 
     Raises:
         ValueError: dtype, head size, scale or tile; the message says what to change.
@@ -191,7 +198,7 @@ def choose(
         raise ValueError(f"kernels is {kernels!r}; use one of {names}, or None for the fastest")
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
     head_dim = operator.index(q.shape[-1] if head_dim is None else head_dim)
-    arguments = (q.device, q.dtype, head_dim, config, kernels)
+    arguments = (q.device, dtype or q.dtype, head_dim, config, kernels)
     if torch.compiler.is_compiling():
         chosen, wrong_value, not_implemented = _choose_while_tracing(*arguments)
         if wrong_value:
@@ -281,7 +288,7 @@ def _refusal(rule: Rule, fixes: Sequence[str] = ()) -> Exception:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=6)
+    warnings.warn(message, stacklevel=7)
 
 
 # --- Which machine this is ---------------------------------------------------------------------------------

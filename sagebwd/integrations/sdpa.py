@@ -21,7 +21,7 @@ from sagebwd.config import DEFAULT_CONFIG, SageConfig
 from sagebwd.dispatch import LARGEST_HEAD_DIM
 from sagebwd.integrations.varlen import Layout, attend, find_layout, has_values, read_mask, remember_recent
 from sagebwd.usage import counted_attention
-from sagebwd.validation import check_config, is_autocast
+from sagebwd.validation import autocast_dtype, check_config
 from sagebwd.window import CAUSAL
 
 NAME = "scaled_dot_product_attention"
@@ -77,7 +77,7 @@ def why_full_precision(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bo
         return f"tensors on {device}"
     if any(0 in x.shape for x in tensors):
         return "empty tensors"
-    dtype = torch.get_autocast_dtype(device) if is_autocast(device) else query.dtype
+    dtype = autocast_dtype(device) or query.dtype
     if dtype not in (torch.float16, torch.bfloat16, *([torch.float32] if device == "cpu" else [])):
         return f"{str(dtype).removeprefix('torch.')} on {device}"
     if key.shape[:-1] != value.shape[:-1] or key.shape[:-3] != query.shape[:-3]:

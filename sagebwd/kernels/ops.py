@@ -122,7 +122,10 @@ def _run_backward(saved: _Saved | KeptResult, grad_out: Tensor, grad_lse: Tensor
 def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """The device of x may not be the current one."""
     is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    return contextlib.nullcontext() if is_current else torch.cuda.device_of(x)
+    return _HERE if is_current else torch.cuda.device_of(x)
+
+
+_HERE = contextlib.nullcontext()
 
 
 def _fake_backward(
@@ -255,7 +258,8 @@ def _gradients(
 ) -> Sequence[Tensor]:
     """dq, dk, dv; with create_graph the operator refuses to give more."""
     grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
-    if not torch.is_grad_enabled() and not _is_watched(grad_out, grad_lse, *saved.tensors):
+    own, others = ((), saved.tensors) if isinstance(saved, _Saved) else (saved.tensors, ())
+    if not torch.is_grad_enabled() and not _is_watched(grad_out, grad_lse, *others, own=own):
         return _run_backward(saved, grad_out, grad_lse)
     qkv, kv_sizes, result, params = _whole(saved)
     return ops.backward.default(grad_out, *qkv, *kv_sizes, *result, *params.flatten(), grad_lse)
@@ -315,19 +319,29 @@ when_imported("torch.distributed.tensor", lambda: import_module(".sharding", __p
 
 #: Tensors that stand for themselves.
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
+# By names of this module, which are found faster.
+_C, _PRE_DISPATCH, _is_profiling = (
+    torch._C,
+    torch._C.DispatchKey.PreDispatch,
+    torch.autograd._profiler_enabled,
+)
 
 
-def _is_watched(*tensors: Tensor | None) -> bool:
-    """Whether someone would miss the operators: modes, tensor subclasses, tracers, profilers."""
+def _is_watched(*tensors: Tensor | None, own: Sequence[Tensor] = ()) -> bool:
+    """Whether someone would miss the operators: modes, tensor subclasses, tracers, profilers.
+
+    Args:
+        own: tensors that were looked at before; only a hook that saves tensors can have changed their types.
+    """
     return (
-        not PLAIN_TYPES.issuperset(map(type, tensors))
+        not PLAIN_TYPES.issuperset(map(type, (*tensors, *own)))
         or tensors[0].is_meta
         or any(map(is_virtual, tensors))
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
-        or torch._C._get_tracing_state() is not None
-        or torch._C._are_functorch_transforms_active()
+        or _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
+        or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or _C._get_tracing_state() is not None
+        or _C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
     )
 
@@ -420,7 +434,7 @@ def attend(
         _refuse_torch_func()
     # A DTensor cannot shard what is packed.
     if has_gradient and type(k) is Tensor:
-        params = params._replace(pack_for_backward=True)
+        params = AttentionParams(*params[:-1], pack_for_backward=True)
     if is_compiling or is_transformed:  # by the gradients of the parts, which compilers fuse
         out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None

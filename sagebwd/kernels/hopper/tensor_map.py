@@ -33,7 +33,7 @@ class CTensorMap(ctypes.Structure):
     def describe(x: Operand) -> Callable[[int], bytes]:
         """Makes the map of x, if it is at an address."""
         known = (x.shape, x.stride(), x.dtype == torch.bfloat16, x.device)
-        return lambda address: encode(address, *known)
+        return functools.partial(_remembered, lambda address: encode(address, *known))
 
 
 class CTensorMaps(ctypes.Structure):
@@ -59,6 +59,10 @@ def tensor_map(x: Operand) -> CTensorMap:
 
 
 @functools.lru_cache(maxsize=1024)  # the driver takes longer than a launch, and training reuses its memory
+def _remembered(describe: Callable[[int], bytes], address: int) -> bytes:
+    return describe(address)
+
+
 def encode(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool, device: torch.device
 ) -> bytes:
