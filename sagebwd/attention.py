@@ -191,7 +191,8 @@ def _check(
     is_empty = 0 in (*q.shape[:-1], *k.shape[:-1], width)
     settings = (scale, encode(config), kernels)
     chosen = "" if is_empty else dispatch.choose(q, *settings, head_dim=width, dtype=dtype)
-    params = AttentionParams(asked.narrowed(q.shape[-2], k.shape[-2]), scale, config, chosen)
+    window = asked.narrowed(q.shape[-2], k.shape[-2])
+    params = AttentionParams(window, scale, config, chosen, pack_for_backward=True)
     is_plain = q.dim() == 4 and head_dim == v.shape[-1]
     call = _Call(asked, params, dtype is not None, None if is_plain else width)
     if signature is not None:

@@ -83,15 +83,15 @@ class AttentionParams(NamedTuple):
     @property
     def packs(self) -> bool:
         """Whether these kernels can pack Q and K for the backward."""
-        return self.packs_v is not None
+        return self.kernels in ("hopper", "ampere")
 
     @property
-    def packs_v(self) -> bool | None:
-        """Whether these kernels pack V, too, where they pack Q and K for the backward; None if they never do.
+    def packs_v(self) -> bool:
+        """Whether these kernels pack V, too, where they pack Q and K for the backward.
 
         Otherwise the backward reads V itself; on Hopper by bulk copies, unless documents are packed.
         """
-        return {"hopper": self.cu_seqlens is not None, "ampere": False}.get(self.kernels)
+        return self.kernels == "hopper" and self.cu_seqlens is not None
 
     def needed_by_backward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
         """q, k, v as the backward needs them beside the forward's result: None for what that packed.

@@ -11,7 +11,6 @@ host's time decides.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,11 +54,10 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
 
 
 def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, **together: bool
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *together: bool
 ) -> ForwardResult | KeptResult:
     """``together``: see :mod:`sagebwd.interface`."""
-    with _on_device_of(q):
-        return kernel_set(params.kernels).forward(q, k, v, params, **together)
+    return _on_device_of(q, kernel_set(params.kernels).forward, q, k, v, params, *together)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
@@ -113,19 +111,17 @@ def _backward(
 
 def _run_backward(saved: _Saved | KeptResult, grad_out: Tensor, grad_lse: Tensor | None) -> Sequence[Tensor]:
     """dq, dk, dv. ``grad_lse`` is that of the lse in ``saved``."""
-    with _on_device_of(grad_out):
-        if grad_lse is not None:  # to base e, as kernel sets take it
-            grad_lse = (grad_lse / log_of_base(saved.params)).contiguous()
-        return saved.gradients(grad_out, grad_lse)
+    if grad_lse is not None:  # to base e, as kernel sets take it
+        grad_lse = (grad_lse / log_of_base(saved.params)).contiguous()
+    return _on_device_of(grad_out, saved.gradients, grad_out, grad_lse)
 
 
-def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The device of x may not be the current one."""
-    is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    return _HERE if is_current else torch.cuda.device_of(x)
-
-
-_HERE = contextlib.nullcontext()
+def _on_device_of(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, where the device of x, which may not be the current one, is."""
+    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+        return function(*arguments)
+    with torch.cuda.device_of(x):
+        return function(*arguments)
 
 
 def _fake_backward(
@@ -184,8 +180,7 @@ def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple
 
 def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """``ForwardResult.k_mean`` alone."""
-    with _on_device_of(k):
-        return kernel_set(params.kernels).token_mean(k, params)
+    return _on_device_of(k, kernel_set(params.kernels).token_mean, k, params)
 
 
 def load_ahead(q: Tensor, params: AttentionParams) -> None:
@@ -198,8 +193,8 @@ def load_ahead(q: Tensor, params: AttentionParams) -> None:
     from sagebwd.kernels.cuda import plan
 
     has_documents = params.cu_seqlens is not None
-    with _on_device_of(q):
-        plan.load_ahead(q.device, q.dtype, q.shape[-1], params.with_documents(None, None), has_documents)
+    known = (q.device, q.dtype, q.shape[-1], params.with_documents(None, None), has_documents)
+    _on_device_of(q, plan.load_ahead, *known)
 
 
 # --- Autograd ----------------------------------------------------------------------------------------------
@@ -383,7 +378,7 @@ def _forward_with_lse(
         result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
         saved = _Saved.of(q, k, v, result, params)
     elif params.packs:
-        saved = _run_forward(q, k, v, params, together=True)
+        saved = _run_forward(q, k, v, params, True)
     else:
         saved = _Saved.of(q, k, v, _run_forward(q, k, v, params), params)
     if sinks is None and not with_lse:
@@ -433,8 +428,8 @@ def attend(
     if has_gradient and is_transformed and not is_compiling:
         _refuse_torch_func()
     # A DTensor cannot shard what is packed.
-    if has_gradient and type(k) is Tensor:
-        params = AttentionParams(*params[:-1], pack_for_backward=True)
+    if not (has_gradient and type(k) is Tensor):
+        params = params._replace(pack_for_backward=False)
     if is_compiling or is_transformed:  # by the gradients of the parts, which compilers fuse
         out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None

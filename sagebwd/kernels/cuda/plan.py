@@ -269,17 +269,14 @@ class KeptResult:
     """
 
     def __init__(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
-        self.plan, self.tensors = plan, tensors
-        self.params = plan.params
-
-    @property
-    def out(self) -> Tensor:
-        return self.tensors[0]
+        if tensors[-1].data_ptr() % 16:  # a hook of saved tensors put it among others
+            tensors = (*tensors[:-1], tensors[-1].clone())
+        self.plan, self.tensors, self.params, self.out = plan, tensors, plan.params, tensors[0]
 
     @property
     def restore(self) -> Callable[[Sequence[Tensor]], KeptResult]:
         """Makes the same result of these tensors; holds none of them."""
-        return functools.partial(_restored, self.plan)
+        return functools.partial(KeptResult, self.plan)
 
     def __iter__(self) -> Iterator[Tensor | None]:
         """Of a :class:`ForwardResult` all, then q, k and v, None for what is packed, then boundaries."""
@@ -297,13 +294,6 @@ class KeptResult:
         return backward_of(self.plan, signature_of(tensors)).run(tensors)
 
 
-def _restored(plan: Plan, tensors: Sequence[Tensor]) -> KeptResult:
-    *whole, shared = tensors
-    if shared.data_ptr() % 16:  # a hook of saved tensors put it among others
-        tensors = (*whole, shared.clone())
-    return KeptResult(plan, tensors)
-
-
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
     """``forward`` of a kernel set, from the same function of operands.
 
@@ -318,7 +308,7 @@ def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., Forwar
 
     @functools.wraps(write)
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
+        q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, together: bool = False
     ) -> ForwardResult | KeptResult:
         plan, tensors = prepared(write_and_load_ahead, params, (q, k, v), together)
         results = plan.run(tensors)
