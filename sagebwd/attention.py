@@ -102,7 +102,7 @@ def sage_attention(
     """
     settings = (is_causal, window_size, scale, enable_gqa, config, dropout_p, kernels)
     signature = _signature(query, key, value, settings)
-    call = (signature and _calls.get(signature)) or _check(signature, query, key, value, *settings)
+    call = (signature and _calls.get(signature)) or _check(signature, query, key, value, settings)
     asked, params, is_cast, width = call
     check_backward_mode(query, key, value)
     check_sinks(sinks, query)
@@ -169,28 +169,17 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tu
     return (*known, autocast_dtype(q.device.type), settings)
 
 
-def _check(
-    signature: tuple[Any, ...] | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    window_size: tuple[int, int],
-    scale: float | None,
-    enable_gqa: bool,
-    config: SageConfig,
-    dropout_p: float,
-    kernels: str | None,
-) -> _Call:
+def _check(signature: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> _Call:
     """The call, remembered by its signature. Raises what is wrong."""
+    is_causal, window_size, scale, enable_gqa, config, dropout_p, kernels = settings
     asked = Window.of(is_causal, window_size)
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
     head_dim, dtype = q.shape[-1], autocast_dtype(q.device.type)
     width = max(head_dim, v.shape[-1])
     scale = (head_dim or 1) ** -0.5 if scale is None else float(scale) + 0.0  # no −0.0, which is equal
     is_empty = 0 in (*q.shape[:-1], *k.shape[:-1], width)
-    settings = (scale, encode(config), kernels)
-    chosen = "" if is_empty else dispatch.choose(q, *settings, head_dim=width, dtype=dtype)
+    asks = (scale, encode(config), kernels)
+    chosen = "" if is_empty else dispatch.choose(q, *asks, head_dim=width, dtype=dtype)
     window = asked.narrowed(q.shape[-2], k.shape[-2])
     params = AttentionParams(window, scale, config, chosen, pack_for_backward=True)
     is_plain = q.dim() == 4 and head_dim == v.shape[-1]

@@ -11,9 +11,10 @@ host's time decides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -105,8 +106,8 @@ def _backward(
             "sagebwd::backward got no q, k or v, and not what replaces it; pass q, k and v, or what "
             "sagebwd::forward(pack_for_backward=True) of CUDA kernels returned"
         )
-    result = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
-    return _run_backward(_Saved((q, k, v), (kv_heads, kv_tokens), result, params), grad_out, grad_lse)
+    tensors = (out, lse, k_mean, out_residual, packed_q, packed_kv, q, k, v, *params.boundaries)
+    return _run_backward(_Saved(params, (kv_heads, kv_tokens), tensors), grad_out, grad_lse)
 
 
 def _run_backward(saved: _Saved | KeptResult, grad_out: Tensor, grad_lse: Tensor | None) -> Sequence[Tensor]:
@@ -200,39 +201,41 @@ def load_ahead(q: Tensor, params: AttentionParams) -> None:
 # --- Autograd ----------------------------------------------------------------------------------------------
 
 
-class _Saved(NamedTuple):
-    """What the backward needs, as ``sagebwd::backward`` takes it."""
+class _Saved:
+    """What the backward needs, as a KeptResult has it, in tensors of their own."""
 
-    qkv: tuple[Tensor | None, ...]
-    kv_sizes: tuple[int, int]
-    result: ForwardResult
-    params: AttentionParams
+    def __init__(
+        self, params: AttentionParams, kv_sizes: tuple[int, int], tensors: Sequence[Tensor | None]
+    ) -> None:
+        self.params, self.kv_sizes, self.tensors, self.out = params, kv_sizes, tensors, tensors[0]
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, result: ForwardResult, params: AttentionParams) -> _Saved:
-        return cls(params.needed_by_backward(q, k, v), k.shape[1:3], result, params)
-
-    @property
-    def out(self) -> Tensor:
-        return self.result.out
-
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What to save."""
-        return (*self.qkv, *self.params.boundaries, *self.result)
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, result: Sequence[Tensor], params: AttentionParams) -> _Saved:
+        tensors = (*result, *params.needed_by_backward(q, k, v), *params.boundaries)
+        return cls(params.with_documents(None, None), k.shape[1:3], tensors)
 
     @property
     def restore(self) -> Callable[[Sequence[Tensor | None]], _Saved]:
         """Makes the same of these tensors; holds none of them."""
-        kv_sizes, params = self.kv_sizes, self.params.with_documents(None, None)
-        return lambda x: _Saved(x[:3], kv_sizes, ForwardResult(*x[5:]), params.with_documents(*x[3:5]))
+        return functools.partial(_Saved, self.params, self.kv_sizes)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter(self.tensors)
 
     def gradients(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of the kernels."""
-        out, params = self.result.out, self.params
-        qkv = _with_stand_ins(*self.qkv, *self.kv_sizes, out)
-        params = params._replace(window=params.window.narrowed(out.shape[2], self.kv_sizes[1]))
-        return kernel_set(params.kernels).backward(grad_out, *qkv, self.result, params, grad_lse)
+        result, qkv, params = _parts(self)
+        qkv = _with_stand_ins(*qkv, *self.kv_sizes, self.out)
+        params = params._replace(window=params.window.narrowed(self.out.shape[2], self.kv_sizes[1]))
+        return kernel_set(params.kernels).backward(grad_out, *qkv, result, params, grad_lse)
+
+
+def _parts(
+    saved: _Saved | KeptResult,
+) -> tuple[ForwardResult, tuple[Tensor | None, ...], AttentionParams]:
+    """The forward's result, q, k, v, and the settings with boundaries."""
+    *result, q, k, v, cu_seqlens, cu_seqlens_kv = saved
+    return ForwardResult(*result), (q, k, v), saved.params.with_documents(cu_seqlens, cu_seqlens_kv)
 
 
 def _save_for_backward(ctx: Any, saved: _Saved | KeptResult, *others: Tensor | None) -> None:
@@ -243,8 +246,8 @@ def _save_for_backward(ctx: Any, saved: _Saved | KeptResult, *others: Tensor | N
 
 
 def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *qkv, arguments = *inputs[:3], inputs[3:]
-    _save_for_backward(ctx, _Saved.of(*qkv, ForwardResult(*output), AttentionParams.unflatten(*arguments)))
+    q, k, v, *arguments = inputs
+    _save_for_backward(ctx, _Saved.of(q, k, v, output, AttentionParams.unflatten(*arguments)))
     ctx.mark_non_differentiable(*output[2:])
 
 
@@ -256,17 +259,8 @@ def _gradients(
     own, others = ((), saved.tensors) if isinstance(saved, _Saved) else (saved.tensors, ())
     if not torch.is_grad_enabled() and not _is_watched(grad_out, grad_lse, *others, own=own):
         return _run_backward(saved, grad_out, grad_lse)
-    qkv, kv_sizes, result, params = _whole(saved)
-    return ops.backward.default(grad_out, *qkv, *kv_sizes, *result, *params.flatten(), grad_lse)
-
-
-def _whole(saved: _Saved | KeptResult) -> _Saved:
-    """What a KeptResult has in one tensor in several."""
-    if isinstance(saved, _Saved):
-        return saved
-    *result, q, k, v, cu_seqlens, cu_seqlens_kv = saved
-    kv_sizes, params = saved.plan.input_shapes[1][1:3], saved.params.with_documents(cu_seqlens, cu_seqlens_kv)
-    return _Saved((q, k, v), kv_sizes, ForwardResult(*result), params)
+    result, qkv, params = _parts(saved)
+    return ops.backward.default(grad_out, *qkv, *saved.kv_sizes, *result, *params.flatten(), grad_lse)
 
 
 def _differentiate(
@@ -375,7 +369,7 @@ def _forward_with_lse(
 ) -> tuple[_Saved | KeptResult, Tensor | None]:
     """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
     if _is_watched(q, k, v, *params.boundaries):
-        result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
+        result = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         saved = _Saved.of(q, k, v, result, params)
     elif params.packs:
         saved = _run_forward(q, k, v, params, True)
@@ -383,12 +377,12 @@ def _forward_with_lse(
         saved = _Saved.of(q, k, v, _run_forward(q, k, v, params), params)
     if sinks is None and not with_lse:
         return saved, None
-    result = _whole(saved).result
+    result, _, _ = _parts(saved)
     lse = natural_lse(q, result.lse, result.k_mean, params)
-    if sinks is None:
-        return saved, lse
-    result, lse = add_sinks(result, lse, sinks, params)
-    return _Saved.of(q, k, v, result, params), lse
+    if sinks is not None:
+        result, lse = add_sinks(result, lse, sinks, params)
+        saved = _Saved.of(q, k, v, result, params)
+    return saved, lse
 
 
 def _gradients_with_lse(
@@ -400,7 +394,7 @@ def _gradients_with_lse(
     needs_qkv: bool,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and dsinks."""
-    _, _, result, params = _whole(saved)
+    result, _, params = _parts(saved)
     grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
     of_result = grad_lse
     if grad_lse is not None:  # the lse of a query without keys is a constant

@@ -199,18 +199,13 @@ class Plan:
         if params:
             self._tensors.append(((ends[-1],), (1,), torch.uint8, None))
             self._results.append(len(whole) + 1)
-            #: Of each result: which returned tensor has it and, if that is the shared one, what of it: the
-            #: first byte, shape, strides and dtype.
+            #: Of each result: which returned tensor has it, None if none, and, if that is the shared one,
+            #: what of it: the first byte, shape, strides and dtype.
+            parts = {x: (places[x][1], x.shape, x.stride(), x.dtype) for x in kept}
             self.fields = [
-                None
-                if x is None
-                else (
-                    self._results.index(places[x][0]),
-                    (places[x][1], x.shape, x.stride(), x.dtype) if x in kept else None,
-                )
-                for x in results
+                (None if x is None else self._results.index(places[x][0]), parts.get(x)) for x in results
             ]
-            self.params, self.input_shapes = params, [x.shape for x in given]
+            self.params, self.kv_shape = params, given[1].shape
         self._pointers, described = [], defaultdict(list)
         for x, offset, position, kind, _ in self._addresses:
             place, part = places[x]
@@ -274,24 +269,37 @@ class KeptResult:
         self.plan, self.tensors, self.params, self.out = plan, tensors, plan.params, tensors[0]
 
     @property
+    def kv_sizes(self) -> tuple[int, ...]:
+        """Heads and tokens of k and v."""
+        return self.plan.kv_shape[1:3]
+
+    @property
     def restore(self) -> Callable[[Sequence[Tensor]], KeptResult]:
         """Makes the same result of these tensors; holds none of them."""
         return functools.partial(KeptResult, self.plan)
 
     def __iter__(self) -> Iterator[Tensor | None]:
         """Of a :class:`ForwardResult` all, then q, k and v, None for what is packed, then boundaries."""
-        for field in self.plan.fields:
-            if field is None or field[1] is None:
-                yield None if field is None else self.tensors[field[0]]
-                continue
-            index, (begin, shape, strides, dtype) = field
-            x = self.tensors[index][begin : begin + prod(shape) * dtype.itemsize]
-            yield x.view(dtype).as_strided(shape, strides)
+        return _unpacked(self.plan.fields, self.tensors, _part)
 
     def gradients(self, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
         """dq, dk and dv, as of ``backward`` of a kernel set."""
         tensors = (grad_out, grad_lse, *self.tensors)
         return backward_of(self.plan, signature_of(tensors)).run(tensors)
+
+
+def _unpacked(
+    fields: Sequence[tuple[int | None, Any]], tensors: Sequence[Any], part: Callable[..., Any]
+) -> Iterator[Any]:
+    """What ``Plan.fields`` tells, of tensors or operands."""
+    for index, where in fields:
+        x = None if index is None else tensors[index]
+        yield x if where is None else part(x, *where)
+
+
+def _part(x: Tensor, begin: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As :meth:`Operand.part`."""
+    return x[begin : begin + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
 
 
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
@@ -421,15 +429,11 @@ def backward_of(forward: Plan, signature: tuple[Known | None, ...]) -> Plan:
     """The plan for what :meth:`KeptResult.gradients` takes."""
     plan = Plan(forward.device)
     grad_out, grad_lse, *tensors = inputs = _inputs(plan, signature)
-    fields = [field and (tensors[field[0]], field[1]) for field in forward.fields]
-    saved = [field and (field[0] if field[1] is None else field[0].part(*field[1])) for field in fields]
-    *result, q, k, v, cu_seqlens, cu_seqlens_kv = saved
+    *result, q, k, v, cu_seqlens, cu_seqlens_kv = _unpacked(forward.fields, tensors, Operand.part)
     # What was packed has dQ's layout, or none.
     q = result[0] if q is None else q
-    k, v = (
-        grad_out.part(0, shape, (0,) * 4, grad_out.dtype) if x is None else x
-        for x, shape in zip((k, v), forward.input_shapes[1:], strict=False)
-    )
+    stand_in = grad_out.part(0, forward.kv_shape, (0,) * 4, grad_out.dtype)
+    k, v = (stand_in if x is None else x for x in (k, v))
     params = forward.params.with_documents(cu_seqlens, cu_seqlens_kv)
     write = kernel_set(params.kernels).backward.__wrapped__
     made = write(grad_out, q, k, v, ForwardResult(*result), params, grad_lse)
