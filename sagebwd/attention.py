@@ -174,16 +174,15 @@ def _check(signature: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any,
     is_causal, window_size, scale, enable_gqa, config, dropout_p, kernels = settings
     asked = Window.of(is_causal, window_size)
     check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
-    head_dim, dtype = q.shape[-1], autocast_dtype(q.device.type)
+    head_dim, cast_to, chosen = q.shape[-1], autocast_dtype(q.device.type), ""
     width = max(head_dim, v.shape[-1])
     scale = (head_dim or 1) ** -0.5 if scale is None else float(scale) + 0.0  # no −0.0, which is equal
-    is_empty = 0 in (*q.shape[:-1], *k.shape[:-1], width)
-    asks = (scale, encode(config), kernels)
-    chosen = "" if is_empty else dispatch.choose(q, *asks, head_dim=width, dtype=dtype)
+    if 0 not in (*q.shape[:-1], *k.shape[:-1], width):
+        chosen = dispatch.choose(q.device, cast_to or q.dtype, width, scale, encode(config), kernels)
     window = asked.narrowed(q.shape[-2], k.shape[-2])
     params = AttentionParams(window, scale, config, chosen, pack_for_backward=True)
     is_plain = q.dim() == 4 and head_dim == v.shape[-1]
-    call = _Call(asked, params, dtype is not None, None if is_plain else width)
+    call = _Call(asked, params, cast_to is not None, None if is_plain else width)
     if signature is not None:
         if len(_calls) >= REMEMBERED:
             _calls.clear()

@@ -171,23 +171,21 @@ def faster_preset(call: Call, kernels: str) -> str | None:
 
 
 def choose(
-    q: Tensor,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
     scale: float,
     config: str,
     kernels: str | None = None,
-    *,
-    head_dim: int | None = None,
-    dtype: torch.dtype | None = None,
 ) -> str:
-    """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
+    """The kernel set that runs attention on such tensors: ``kernels``, or the fastest that can.
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
     :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
     settings keep a GPU from its fastest kernels, and on a GPU that should run full precision.
 
     Args:
-        head_dim: the larger of those of queries and values; by default that of ``q``.
-        dtype: to which ``q`` will be cast.
+        head_dim: the larger of those of queries and values.
 
     Raises:
         ValueError: dtype, head size, scale or tile; the message says what to change.
@@ -197,8 +195,7 @@ def choose(
         names = ", ".join(map(repr, KERNEL_SETS))
         raise ValueError(f"kernels is {kernels!r}; use one of {names}, or None for the fastest")
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
-    head_dim = operator.index(q.shape[-1] if head_dim is None else head_dim)
-    arguments = (q.device, dtype or q.dtype, head_dim, config, kernels)
+    arguments = (device, dtype, operator.index(head_dim), config, kernels)
     if torch.compiler.is_compiling():
         chosen, wrong_value, not_implemented = _choose_while_tracing(*arguments)
         if wrong_value:

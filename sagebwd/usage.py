@@ -149,7 +149,7 @@ def counted_attention(
     watch_logits(name, query, key, settings.get("scale"), config)
     out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
     head_dim = max(query.shape[-1], value.shape[-1])
-    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim))
+    record(name, dispatch.choose(out.device, out.dtype, head_dim, 1.0, encode(config)))
     return result
 
 
@@ -202,7 +202,8 @@ def choose_kernels(
         return "", Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
     q, k, v = cast_to_autocast_dtype(q, k, v)
     try:
-        return dispatch.choose(q, scale, encode(config), head_dim=max(q.shape[-1], v.shape[-1])), None
+        head_dim = max(q.shape[-1], v.shape[-1])
+        return dispatch.choose(q.device, q.dtype, head_dim, scale, encode(config)), None
     except (ValueError, NotImplementedError) as error:
         reason = dispatch.explain(q, k, v, config=config).reasons.get("triton", str(error))
         return "", Obstacle(f"this input: {reason}")

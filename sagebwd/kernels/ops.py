@@ -51,14 +51,8 @@ BACKWARD = (
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
     """Out and what the backward needs; ``needed_by_backward`` of params tells what it needs of q, k and v."""
     check_backward_mode(q, k, v)  # for those who call the operator itself
-    return _run_forward(q, k, v, _narrowed(q, k, arguments))
-
-
-def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *together: bool
-) -> ForwardResult | KeptResult:
-    """``together``: see :mod:`sagebwd.interface`."""
-    return _on_device_of(q, kernel_set(params.kernels).forward, q, k, v, params, *together)
+    params = _narrowed(AttentionParams.unflatten(*arguments), q.shape[-2], k.shape[-2])
+    return _on_device_of(q, kernel_set(params.kernels).forward, q, k, v, params)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
@@ -149,10 +143,9 @@ def _with_stand_ins(
     return q, k, stand_in(q, kv_heads, kv_tokens) if v is None else v
 
 
-def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionParams:
+def _narrowed(params: AttentionParams, n_q: int, n_kv: int) -> AttentionParams:
     """Without limits of the window that hide nothing, which may be too large for the kernels' arithmetic."""
-    params = AttentionParams.unflatten(*arguments)
-    return params._replace(window=params.window.narrowed(q.shape[-2], k.shape[-2]))
+    return params._replace(window=params.window.narrowed(n_q, n_kv))
 
 
 # --- What the backward needs -------------------------------------------------------------------------------
@@ -204,9 +197,7 @@ def load_ahead(q: Tensor, params: AttentionParams) -> None:
 class _Saved:
     """What the backward needs, as a KeptResult has it, in tensors of their own."""
 
-    def __init__(
-        self, params: AttentionParams, kv_sizes: tuple[int, int], tensors: Sequence[Tensor | None]
-    ) -> None:
+    def __init__(self, params: AttentionParams, kv_sizes: Sequence[int], tensors: Sequence[Any]) -> None:
         self.params, self.kv_sizes, self.tensors, self.out = params, kv_sizes, tensors, tensors[0]
 
     @classmethod
@@ -226,13 +217,11 @@ class _Saved:
         """dq, dk, dv of the kernels."""
         result, qkv, params = _parts(self)
         qkv = _with_stand_ins(*qkv, *self.kv_sizes, self.out)
-        params = params._replace(window=params.window.narrowed(self.out.shape[2], self.kv_sizes[1]))
+        params = _narrowed(params, self.out.shape[2], self.kv_sizes[1])
         return kernel_set(params.kernels).backward(grad_out, *qkv, result, params, grad_lse)
 
 
-def _parts(
-    saved: _Saved | KeptResult,
-) -> tuple[ForwardResult, tuple[Tensor | None, ...], AttentionParams]:
+def _parts(saved: _Saved | KeptResult) -> tuple[ForwardResult, Sequence[Any], AttentionParams]:
     """The forward's result, q, k, v, and the settings with boundaries."""
     *result, q, k, v, cu_seqlens, cu_seqlens_kv = saved
     return ForwardResult(*result), (q, k, v), saved.params.with_documents(cu_seqlens, cu_seqlens_kv)
@@ -371,10 +360,10 @@ def _forward_with_lse(
     if _is_watched(q, k, v, *params.boundaries):
         result = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         saved = _Saved.of(q, k, v, result, params)
-    elif params.packs:
-        saved = _run_forward(q, k, v, params, True)
     else:
-        saved = _Saved.of(q, k, v, _run_forward(q, k, v, params), params)
+        forward = kernel_set(params.kernels).forward
+        saved = _on_device_of(q, forward, q, k, v, params, *(True,) * params.packs)
+        saved = saved if params.packs else _Saved.of(q, k, v, saved, params)
     if sinks is None and not with_lse:
         return saved, None
     result, _, _ = _parts(saved)

@@ -57,7 +57,7 @@ PARTS = {
     "autograd's forward, and what is saved": (
         "sagebwd.kernels.ops.attend",
         "sagebwd.kernels.ops._save_for_backward",
-        "sagebwd.kernels.ops._run_forward",
+        "sagebwd.kernels.ops._forward_with_lse",
     ),
     "looking up the plan": (
         "sagebwd.kernels.cuda.plan.prepared",

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import prod
@@ -205,18 +204,15 @@ class Plan:
             self.fields = [
                 (None if x is None else self._results.index(places[x][0]), parts.get(x)) for x in results
             ]
-            self.params, self.kv_shape = params, given[1].shape
-        self._pointers, described = [], defaultdict(list)
+            self.params, self.kv_sizes = params, given[1].shape[1:3]
+        self._pointers, described = [], {}
         for x, offset, position, kind, _ in self._addresses:
             place, part = places[x]
             if kind is ctypes.c_void_p:
                 self._pointers.append((position // 8, place, offset + part))
             else:
-                described[kind, x, place, offset + part].append(position)
-        self._described = [
-            (place, offset, kind.describe(x), positions)
-            for (kind, x, place, offset), positions in described.items()
-        ]
+                described.setdefault((kind, x, place, offset + part), []).append(position)
+        self._described = [(*where, kind.describe(x), at) for (kind, x, *where), at in described.items()]
         del self.operands, self.calls, self.copies, self._addresses  # what is kept is above
 
     def run(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -266,12 +262,8 @@ class KeptResult:
     def __init__(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
         if tensors[-1].data_ptr() % 16:  # a hook of saved tensors put it among others
             tensors = (*tensors[:-1], tensors[-1].clone())
-        self.plan, self.tensors, self.params, self.out = plan, tensors, plan.params, tensors[0]
-
-    @property
-    def kv_sizes(self) -> tuple[int, ...]:
-        """Heads and tokens of k and v."""
-        return self.plan.kv_shape[1:3]
+        self.plan, self.tensors, self.out = plan, tensors, tensors[0]
+        self.params, self.kv_sizes = plan.params, plan.kv_sizes
 
     @property
     def restore(self) -> Callable[[Sequence[Tensor]], KeptResult]:
@@ -288,9 +280,7 @@ class KeptResult:
         return backward_of(self.plan, signature_of(tensors)).run(tensors)
 
 
-def _unpacked(
-    fields: Sequence[tuple[int | None, Any]], tensors: Sequence[Any], part: Callable[..., Any]
-) -> Iterator[Any]:
+def _unpacked(fields: Sequence[Any], tensors: Sequence[Any], part: Callable[..., Any]) -> Iterator[Any]:
     """What ``Plan.fields`` tells, of tensors or operands."""
     for index, where in fields:
         x = None if index is None else tensors[index]
@@ -385,12 +375,8 @@ def run(
     return plan.run(tensors)
 
 
-#: Shape, strides, dtype and address modulo 16 of a tensor.
-Known = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]
-
-
-def signature_of(tensors: Sequence[Tensor | None]) -> tuple[Known | None, ...]:
-    """All that plans know of these tensors."""
+def signature_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """All that plans know of these tensors: shapes, strides, dtypes and addresses modulo 16, or None."""
     return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
 
 
@@ -411,7 +397,7 @@ def plan_of(
     write: Callable[..., Sequence[Operand]],
     params: AttentionParams,
     device: torch.device,
-    signature: tuple[Known | None, ...],
+    signature: tuple[Any, ...],
     together: bool = False,
 ) -> Plan:
     """The plan for such tensors. ``together``: of a forward, for :class:`KeptResult`."""
@@ -425,14 +411,15 @@ def plan_of(
 
 
 @functools.lru_cache(PLANS)
-def backward_of(forward: Plan, signature: tuple[Known | None, ...]) -> Plan:
+def backward_of(forward: Plan, signature: tuple[Any, ...]) -> Plan:
     """The plan for what :meth:`KeptResult.gradients` takes."""
     plan = Plan(forward.device)
     grad_out, grad_lse, *tensors = inputs = _inputs(plan, signature)
     *result, q, k, v, cu_seqlens, cu_seqlens_kv = _unpacked(forward.fields, tensors, Operand.part)
     # What was packed has dQ's layout, or none.
     q = result[0] if q is None else q
-    stand_in = grad_out.part(0, forward.kv_shape, (0,) * 4, grad_out.dtype)
+    shape = (grad_out.shape[0], *forward.kv_sizes, grad_out.shape[3])
+    stand_in = grad_out.part(0, shape, (0,) * 4, grad_out.dtype)
     k, v = (stand_in if x is None else x for x in (k, v))
     params = forward.params.with_documents(cu_seqlens, cu_seqlens_kv)
     write = kernel_set(params.kernels).backward.__wrapped__
@@ -441,7 +428,7 @@ def backward_of(forward: Plan, signature: tuple[Known | None, ...]) -> Plan:
     return plan
 
 
-def _inputs(plan: Plan, signature: tuple[Known | None, ...]) -> list[Operand | None]:
+def _inputs(plan: Plan, signature: tuple[Any, ...]) -> list[Operand | None]:
     """Operands of what a call gives. What it does not give has a place, too."""
     operands = [Operand(plan, *(known or ((),))) for known in signature]
     return [known and x for known, x in zip(signature, operands, strict=True)]
