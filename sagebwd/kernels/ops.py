@@ -113,7 +113,7 @@ def _run_backward(saved: _Saved | KeptResult, grad_out: Tensor, grad_lse: Tensor
 
 def _on_device_of(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
     """``function(*arguments)``, where the device of x, which may not be the current one, is."""
-    if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
         return function(*arguments)
     with torch.cuda.device_of(x):
         return function(*arguments)
@@ -353,6 +353,11 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, dsinks, None, None
 
 
+#: ``_Attention.apply`` without its search for tensors that functorch wrapped, and left so.
+_apply = super(torch.autograd.Function, _Attention).apply
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
 def _forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, params: AttentionParams, with_lse: bool
 ) -> tuple[_Saved | KeptResult, Tensor | None]:
@@ -418,6 +423,7 @@ def attend(
         lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     if torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, sinks, params, with_lse)
+        is_plain = sinks is None and not any(map(_is_wrapped, (q, k, v)))
+        return (_apply if is_plain else _Attention.apply)(q, k, v, sinks, params, with_lse)
     saved, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
     return saved.out, lse

@@ -406,6 +406,17 @@ def test_torch_func_is_refused(sample, causal, name):
         transform(lambda q: causal(q, k, v).float().sum(), q)
 
 
+@emulated_too
+def test_a_tensor_that_a_transform_left_wrapped(sample, causal):
+    *inputs, grad_out = sample(40)
+    wanted = gradients(causal, *inputs, grad_out)
+    leaves, kept = [x.requires_grad_() for x in inputs], []
+    torch.func.grad(lambda q: kept.append(q) or q.sum())(leaves[0])
+    assert torch._C._functorch.is_dead_tensor_wrapper(kept[0])
+    out = causal(kept[0], *leaves[1:])
+    assert_same([out, *torch.autograd.grad(out, leaves, grad_out)], wanted)
+
+
 # Autograd's other habits
 
 
