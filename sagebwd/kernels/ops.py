@@ -415,9 +415,9 @@ def attend(
     is_transformed = torch._C._are_functorch_transforms_active()
     if has_gradient and is_transformed and not is_compiling:
         _refuse_torch_func()
-    # A DTensor cannot shard what is packed.
-    if not (has_gradient and type(k) is Tensor):
-        params = params._replace(pack_for_backward=False)
+    packs = has_gradient and type(k) is Tensor  # a DTensor cannot shard what is packed
+    if packs != params.pack_for_backward:
+        params = params._replace(pack_for_backward=packs)
     if is_compiling or is_transformed:  # by the gradients of the parts, which compilers fuse
         out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None

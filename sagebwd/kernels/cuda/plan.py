@@ -403,9 +403,10 @@ def plan_of(
     """The plan for such tensors. ``together``: of a forward, for :class:`KeptResult`."""
     plan = Plan(device)
     *given, cu_seqlens, cu_seqlens_kv = inputs = _inputs(plan, signature)
-    made = write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv))
+    of_call = params.with_documents(cu_seqlens, cu_seqlens_kv)
+    made = write(*given, of_call)
     if together:
-        made = (*made, *params.needed_by_backward(*given), cu_seqlens, cu_seqlens_kv)
+        made = (*made, *of_call.needed_by_backward(*given), cu_seqlens, cu_seqlens_kv)
     plan.finish(len(inputs), made, params=params if together else None)
     return plan
 
