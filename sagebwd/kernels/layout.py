@@ -30,10 +30,9 @@ def empty_result(x: Tensor, params: AttentionParams) -> Tensor:
 
 def is_virtual(x: Tensor | None) -> bool:
     """Whether its memory does not hold it: a lazy minus, a zero without memory, a batch of gradients."""
-    return x is not None and (x.is_neg() or x._is_zerotensor() or _is_batched(x))
-
-
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return x is not None and (
+        x.is_neg() or x._is_zerotensor() or torch._C._functorch.is_legacy_batchedtensor(x)
+    )
 
 
 class Segments(NamedTuple):

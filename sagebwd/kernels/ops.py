@@ -297,12 +297,6 @@ when_imported("torch.distributed.tensor", lambda: import_module(".sharding", __p
 
 #: Tensors that stand for themselves.
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
-# By names of this module, which are found faster.
-_C, _PRE_DISPATCH, _is_profiling = (
-    torch._C,
-    torch._C.DispatchKey.PreDispatch,
-    torch.autograd._profiler_enabled,
-)
 
 
 def _is_watched(*tensors: Tensor | None, own: Sequence[Tensor] = ()) -> bool:
@@ -315,11 +309,11 @@ def _is_watched(*tensors: Tensor | None, own: Sequence[Tensor] = ()) -> bool:
         not PLAIN_TYPES.issuperset(map(type, (*tensors, *own)))
         or tensors[0].is_meta
         or any(map(is_virtual, tensors))
-        or _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
-        or _C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
-        or _C._get_tracing_state() is not None
-        or _C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
         or torch.autograd._profiler_enabled()
     )
 
