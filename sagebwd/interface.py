@@ -7,7 +7,7 @@ A kernel set is a module with
     token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
 Those that pack (see :attr:`AttentionParams.packs`) take forward(..., together=True), which gives a
-:class:`sagebwd.kernels.cuda.plan.KeptResult`; that has the gradients.
+:class:`sagebwd.kernels.cuda.plan.KeptResult`; its ``gradients`` is then the backward.
 
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.

@@ -160,14 +160,12 @@ class Plan:
         self._launches.append(Launch(load, grid, threads, begin, layout))
         self._values += values
 
-    def finish(
-        self, inputs: int, results: Sequence[Operand | None], *, params: AttentionParams | None = None
-    ) -> None:
+    def finish(self, inputs: int, results: Sequence[Any], params: AttentionParams | None = None) -> None:
         """Lay out the memory; nothing can be added afterwards.
 
         Args:
             inputs: how many of the operands, the first, a call gives.
-            results: what it returns.
+            results: what it returns, None for what this plan has not.
             params: without boundaries, if the results are what :class:`KeptResult` takes.
         """
         given, own = self.operands[:inputs], self.operands[inputs:]
@@ -407,7 +405,7 @@ def plan_of(
     made = write(*given, of_call)
     if together:
         made = (*made, *of_call.needed_by_backward(*given), cu_seqlens, cu_seqlens_kv)
-    plan.finish(len(inputs), made, params=params if together else None)
+    plan.finish(len(inputs), made, params if together else None)
     return plan
 
 
