@@ -13,6 +13,7 @@ from model.backends import Attention, Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import PRESETS
 from sagebwd.interface import AttentionParams
+from sagebwd.kernels.ops import needed_by_backward
 from sagebwd.window import CAUSAL
 
 KERNELS = ("auto", *dispatch.KERNEL_SETS)
@@ -90,7 +91,7 @@ class Settings(Attention):
         kernels = _kernels(q, self.config, device) if self.kernels == "auto" else self.kernels
         params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, self.config, kernels, pack_for_backward=True)
         saved = torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True)
-        needed = params.needed_by_backward(q, k, k)
+        needed = needed_by_backward(q, k, k, params)
         results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
         return SavedBytes(total=inputs + results, results=results)
 
