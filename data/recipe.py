@@ -81,20 +81,20 @@ class Recipe:
         given = {key: path for key in ("path", "val_path") if (path := getattr(text, key)) is not None}
         if self.is_dataset and not text.name:
             raise ValueError(
-                f"{self.kind()} needs {self.setting('name')}=NAME: a dataset of the Hub, a folder, or with "
+                f"{self._kind()} needs {self.setting('name')}=NAME: a dataset of the Hub, a folder, or with "
                 f"{self.setting('path')}=FILES a format (csv, json, parquet, …)"
             )
         if given and not (self.source.suffixes or "path" in self.source.settings):
             key, path = next(iter(given.items()))
-            kinds = ", ".join(self.kind(kind) for kind, source in SOURCES.items() if source.suffixes)
+            kinds = ", ".join(self._kind(kind) for kind, source in SOURCES.items() if source.suffixes)
             raise ValueError(f"{self.setting(key)}={path} is not read with source={text.source}; use {kinds}")
         if self.source.suffixes and not given:
             raise ValueError(
-                f"{self.kind()} needs {self.setting('path')}=FILE (or a folder, or a quoted glob such as "
+                f"{self._kind()} needs {self.setting('path')}=FILE (or a folder, or a quoted glob such as "
                 "'DIR/*')"
             )
         if self.source.suffixes:
-            return _matching(self, "path", text.path), _matching(self, "val_path", text.val_path)
+            return self._matching("path", text.path), self._matching("val_path", text.val_path)
         return self.source.files(text)
 
     @cached_property
@@ -183,9 +183,30 @@ class Recipe:
             key = key.removeprefix("val_")
         return f"{self.where}.{key}"
 
-    def kind(self, kind: str | None = None) -> str:
+    def _kind(self, kind: str | None = None) -> str:
         """How this text's kind, or another, is chosen on the command line."""
         return f"{'data' if self.name is None else f'{self.where}.source'}={kind or self.settings.source}"
+
+    def _matching(self, key: str, pattern: str | None) -> list[Path]:
+        if pattern is None:
+            return []
+        if "://" in pattern:
+            format_ = {"jsonl": "json"}.get(self.settings.source, self.settings.source)
+            raise ValueError(
+                f"{self.setting(key)}={pattern} is an address, not a file here; download it, or use "
+                f"{self._kind('huggingface')} {self.where}.name={format_}"
+            )
+        try:
+            files = matching(pattern, self.source.suffixes)
+        except ValueError as error:
+            raise ValueError(f"{self.setting(key)}={pattern}: {error}") from None
+        kinds = _kinds(files[0].name)
+        if kinds and self.settings.source not in kinds:
+            raise ValueError(
+                f"{self.setting(key)}={pattern}: {files[0].name} is not {self.settings.source}; use "
+                f"{self._kind(kinds[0])}, or rename it if it is"
+            )
+        return files
 
 
 def read(settings: DataSettings) -> list[Recipe]:
@@ -266,29 +287,6 @@ def _read_entry(where: str, entry: Any, keys: dict[str, type]) -> dict[str, Any]
             )
         found["source"] = _kind_of(where, found["path"])
     return found
-
-
-def _matching(recipe: Recipe, key: str, pattern: str | None) -> list[Path]:
-    """The files that a setting of a text names. Raises ValueError."""
-    if pattern is None:
-        return []
-    if "://" in pattern:
-        format_ = {"jsonl": "json"}.get(recipe.settings.source, recipe.settings.source)
-        raise ValueError(
-            f"{recipe.setting(key)}={pattern} is an address, not a file here; download it, or use "
-            f"{recipe.kind('huggingface')} {recipe.where}.name={format_}"
-        )
-    try:
-        files = matching(pattern, recipe.source.suffixes)
-    except ValueError as error:
-        raise ValueError(f"{recipe.setting(key)}={pattern}: {error}") from None
-    kinds = _kinds(files[0].name)
-    if kinds and recipe.settings.source not in kinds:
-        raise ValueError(
-            f"{recipe.setting(key)}={pattern}: {files[0].name} is not {recipe.settings.source}; use "
-            f"{recipe.kind(kinds[0])}, or rename it if it is"
-        )
-    return files
 
 
 def _kind_of(where: str, path: str) -> str:
