@@ -41,7 +41,7 @@ inline void switch_to_others() {
     if (!_setjmp(fibers[*fiber].state)) _longjmp(scheduler, 1);
 }
 
-// What a fiber does for ever: the next CTA goes on where this one has ended, for a new fiber takes system calls.
+// What a fiber does: the next CTA goes on where this one has ended, because a new fiber takes system calls.
 inline void run_fiber() {
     for (;;) {
         run_kernel(kernel_of_fibers);
