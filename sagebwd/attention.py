@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from sagebwd.interface import AttentionParams
 from sagebwd.kernels import ops
 from sagebwd.kernels.lse import with_sinks
 from sagebwd.validation import (
+    autocast_dtype,
     cast_to_autocast_dtype,
     check_arguments,
     check_backward_mode,
     check_documents,
     check_sinks,
-    is_autocast,
 )
 from sagebwd.window import FULL, Window
 
@@ -100,74 +100,64 @@ def sage_attention(
         ValueError: an argument is not supported, or the arguments do not fit together.
         NotImplementedError: a setting, device or GPU without kernels, a second derivative, torch.func.grad.
     """
-    asked, window = _checked(
-        query, key, value, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p,
-        is_causal=is_causal, window_size=window_size,
-    )  # fmt: skip
+    settings = (is_causal, window_size, scale, enable_gqa, config, dropout_p, kernels)
+    signature = _signature(query, key, value, settings)
+    call = (signature and _calls.get(signature)) or _check(signature, query, key, value, settings)
+    asked, params, is_cast, width = call
     check_backward_mode(query, key, value)
     check_sinks(sinks, query)
     mask = masks.find_key_mask(query, key, attn_mask, key_padding_mask)
-    q, k, v = cast_to_autocast_dtype(query, key, value)
-    head_dim, value_dim = query.shape[-1], value.shape[-1]
-    is_plain = query.dim() == 4 and head_dim == value_dim
-    if not is_plain:
-        q, k, v = (_as_plain(x, max(head_dim, value_dim)) for x in (q, k, v))
+    q, k, v = cast_to_autocast_dtype(query, key, value) if is_cast else (query, key, value)
+    if width is not None:
+        q, k, v = (_as_plain(x, width) for x in (q, k, v))
     check_documents(q, k, cu_seqlens, cu_seqlens_kv)
     if mask is not None:
         has_documents = cu_seqlens is not None
-        mask = masks.check_combination(mask, q, k, asked, window, has_documents=has_documents)
-    if 0 in (*q.shape, *k.shape):
+        mask = masks.check_combination(mask, q, k, asked, params.window, has_documents=has_documents)
+    if not params.kernels:
         out, lse = _nothing(q, k, v, sinks)
+    elif mask is None:
+        params = params.with_documents(cu_seqlens, cu_seqlens_kv)
+        out, lse = ops.attend(q, k, v, params, with_lse=return_lse, sinks=sinks)
     else:
-        scale = head_dim**-0.5 if scale is None else float(scale) + 0.0  # no −0.0, which is equal
-        chosen = dispatch.choose(q, scale, encode(config), kernels)
-        params = AttentionParams(window, scale, config, chosen, cu_seqlens, cu_seqlens_kv)
-        if mask is None:
-            out, lse = ops.attend(q, k, v, params, with_lse=return_lse, sinks=sinks)
-        else:
-            tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
-            params = params._replace(cu_seqlens=tokens.cu_seqlens, cu_seqlens_kv=tokens.cu_seqlens_kv)
-            out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=return_lse, sinks=sinks)
-            out, lse = tokens.unpack(out), tokens.unpack(lse) if return_lse else None
-    out = out if head_dim <= value_dim else out[..., :value_dim]
-    if not is_plain:
-        out = out.reshape(*query.shape[:-1], value_dim)
+        tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
+        params = params.with_documents(tokens.cu_seqlens, tokens.cu_seqlens_kv)
+        out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=return_lse, sinks=sinks)
+        out, lse = tokens.unpack(out), tokens.unpack(lse) if return_lse else None
+    if width is not None:
+        out = out[..., : value.shape[-1]].reshape(*query.shape[:-1], value.shape[-1])
         lse = lse.reshape(query.shape[:-1]) if return_lse else None
     return (out, lse) if return_lse else out
 
 
-#: Windows of calls whose arguments were right, by what the calls looked like.
-_windows: dict[tuple[Any, ...], tuple[Window, Window]] = {}
+class _Call(NamedTuple):
+    """What is worked out once for calls that look the same.
+
+    asked: the window that is asked for; that of ``params`` has no limits that hide nothing.
+    params: without documents. Without kernels if there is nothing to compute.
+    is_cast: whether autocast is on.
+    width: channels of q, k and v as (B, H, N, width); None if they are so.
+    """
+
+    asked: Window
+    params: AttentionParams
+    is_cast: bool
+    width: int | None
+
+
+_calls: dict[tuple[Any, ...], _Call] = {}
 #: How many are remembered.
 REMEMBERED = 8192
 #: Settings of other types may change, or are wrong, and are looked at each time.
 _HASHABLE = {bool, int, float, str, tuple, type(None), SageConfig}
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> tuple[Window, Window]:
-    """The window of the call, and the same without limits that hide nothing. Raises what is wrong.
-
-    Calls that look the same are checked once.
-    """
-    signature = _signature(q, k, v, settings)
-    if signature is not None and (found := _windows.get(signature)) is not None:
-        return found
-    asked = Window.of(settings.pop("is_causal"), settings.pop("window_size"))
-    check_arguments(q, k, v, **settings)
-    windows = asked, asked.narrowed(q.shape[-2], k.shape[-2])
-    if signature is not None:
-        if len(_windows) >= REMEMBERED:
-            _windows.clear()
-        _windows[signature] = windows
-    return windows
-
-
-def _signature(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What the checks look at; None if that may change from call to call."""
-    types, window = tuple(map(type, settings.values())), settings["window_size"]
+def _signature(q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What :func:`_check` looks at; None if that may change from call to call."""
+    window_size = settings[1]
     if (
-        not (type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(types))
-        or (type(window) is tuple and not {int}.issuperset(map(type, window)))
+        not (type(q) is type(k) is type(v) is Tensor and _HASHABLE.issuperset(map(type, settings)))
+        or not (type(window_size) is tuple and {int}.issuperset(map(type, window_size)))
         or torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None  # shapes are tensors
         or q.is_nested
@@ -176,7 +166,28 @@ def _signature(q: Tensor, k: Tensor, v: Tensor, settings: dict[str, Any]) -> tup
     ):
         return None
     known = [(x.shape, x.dtype, x.device, x.layout) for x in (q, k, v)]
-    return (*known, is_autocast(q.device.type), *types, *settings.values())  # as 1, 1.0 and True are equal
+    return (*known, autocast_dtype(q.device.type), settings)
+
+
+def _check(signature: Any, q: Tensor, k: Tensor, v: Tensor, settings: tuple[Any, ...]) -> _Call:
+    """The call, remembered by its signature. Raises what is wrong."""
+    is_causal, window_size, scale, enable_gqa, config, dropout_p, kernels = settings
+    asked = Window.of(is_causal, window_size)
+    check_arguments(q, k, v, scale=scale, enable_gqa=enable_gqa, config=config, dropout_p=dropout_p)
+    head_dim, cast_to, chosen = q.shape[-1], autocast_dtype(q.device.type), ""
+    width = max(head_dim, v.shape[-1])
+    scale = (head_dim or 1) ** -0.5 if scale is None else float(scale) + 0.0  # no −0.0, which is equal
+    if 0 not in (*q.shape[:-1], *k.shape[:-1], width):
+        chosen = dispatch.choose(q.device, cast_to or q.dtype, width, scale, encode(config), kernels)
+    window = asked.narrowed(q.shape[-2], k.shape[-2])
+    params = AttentionParams(window, scale, config, chosen, pack_for_backward=True)
+    is_plain = q.dim() == 4 and head_dim == v.shape[-1]
+    call = _Call(asked, params, cast_to is not None, None if is_plain else width)
+    if signature is not None:
+        if len(_calls) >= REMEMBERED:
+            _calls.clear()
+        _calls[signature] = call
+    return call
 
 
 def _as_plain(x: Tensor, width: int) -> Tensor:

@@ -42,7 +42,7 @@ from sagebwd.kernel_rules import (
     obstacles,
     use_instead,
 )
-from sagebwd.validation import check_arguments, is_autocast
+from sagebwd.validation import autocast_dtype, check_arguments
 from sagebwd.window import Window
 
 #: Devices whose tensors run the reference if no kernel set is asked for.
@@ -143,7 +143,7 @@ def explain(
     check_arguments(q, k, v, scale=None, enable_gqa=True, config=config)
     Window.of(is_causal, window_size)  # which raises
     kind = q.device.type if device is None else "cuda"
-    dtype = torch.get_autocast_dtype(kind) if is_autocast(kind) else q.dtype
+    dtype = autocast_dtype(kind) or q.dtype
     head_dim = max(q.shape[-1], v.shape[-1])
     if device is not None:
         return explain_call(Call(kind, hypothetical_gpu(device), dtype, head_dim, config))
@@ -171,16 +171,21 @@ def faster_preset(call: Call, kernels: str) -> str | None:
 
 
 def choose(
-    q: Tensor, scale: float, config: str, kernels: str | None = None, *, head_dim: int | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    scale: float,
+    config: str,
+    kernels: str | None = None,
 ) -> str:
-    """The kernel set that runs attention on ``q``: ``kernels``, or the fastest that can.
+    """The kernel set that runs attention on such tensors: ``kernels``, or the fastest that can.
 
     A CPU or meta tensor runs the reference unless ``kernels`` says otherwise. ``config`` comes from
     :func:`sagebwd.config.encode`: a call looks at the settings once. Warns, once for each reason, where
     settings keep a GPU from its fastest kernels, and on a GPU that should run full precision.
 
     Args:
-        head_dim: the larger of those of queries and values; by default that of ``q``.
+        head_dim: the larger of those of queries and values.
 
     Raises:
         ValueError: dtype, head size, scale or tile; the message says what to change.
@@ -190,8 +195,7 @@ def choose(
         names = ", ".join(map(repr, KERNEL_SETS))
         raise ValueError(f"kernels is {kernels!r}; use one of {names}, or None for the fastest")
     # index, because under a tracer the size may be a symbol; the kernels are compiled for one size anyway.
-    head_dim = operator.index(q.shape[-1] if head_dim is None else head_dim)
-    arguments = (q.device, q.dtype, head_dim, config, kernels)
+    arguments = (device, dtype, operator.index(head_dim), config, kernels)
     if torch.compiler.is_compiling():
         chosen, wrong_value, not_implemented = _choose_while_tracing(*arguments)
         if wrong_value:
@@ -281,7 +285,7 @@ def _refusal(rule: Rule, fixes: Sequence[str] = ()) -> Exception:
 
 @functools.cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=6)
+    warnings.warn(message, stacklevel=7)
 
 
 # --- Which machine this is ---------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ A kernel set is a module with
     token_mean(k, params): the ``k_mean`` of the forward alone, to its bits
 
 Those that pack (see :attr:`AttentionParams.packs`) take forward(..., together=True), which gives a
-:class:`sagebwd.kernels.cuda.plan.KeptResult`; their backward takes that, too, with None for what was packed.
+:class:`sagebwd.kernels.cuda.plan.KeptResult`; its ``gradients`` is then the backward.
 
 ``grad_lse`` (B, H, N_q) fp32, contiguous, is the gradient of the logsumexp to base e. Since
 dS = P ∘ (dP − δ + grad_lse), it is subtracted from δ where that is computed; what follows knows only δ.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -84,15 +83,26 @@ class AttentionParams(NamedTuple):
     @property
     def packs(self) -> bool:
         """Whether these kernels can pack Q and K for the backward."""
-        return self.packs_v is not None
+        return self.kernels in ("hopper", "ampere")
 
     @property
-    def packs_v(self) -> bool | None:
-        """Whether these kernels pack V, too, where they pack Q and K for the backward; None if they never do.
+    def packs_v(self) -> bool:
+        """Whether these kernels pack V, too, where they pack Q and K for the backward.
 
         Otherwise the backward reads V itself; on Hopper by bulk copies, unless documents are packed.
         """
-        return {"hopper": self.cu_seqlens is not None, "ampere": False}.get(self.kernels)
+        return self.kernels == "hopper" and self.cu_seqlens is not None
+
+    def needed_by_backward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        """q, k, v as the backward needs them beside the forward's result: None for what that packed.
+
+        If Q and K are packed, 4 bytes per element are saved instead of 6, 2 of them V itself. A dK in 16 bit
+        reads Q itself, a dQ in 16 bit K: 2 bytes more each.
+        """
+        if not (self.pack_for_backward and self.packs):
+            return q, k, v
+        is_int8 = self.config.is_int8
+        return None if is_int8("dk") else q, None if is_int8("dq") else k, None if self.packs_v else v
 
     def flatten(self) -> tuple[Any, ...]:
         """As ``sagebwd::backward`` takes them, because operators take no objects.
@@ -139,16 +149,6 @@ class ForwardResult(NamedTuple):
     out_residual: Tensor
     packed_q: Tensor
     packed_kv: Tensor
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What to save for the backward."""
-        return tuple(self)
-
-    @property
-    def restore(self) -> Callable[..., ForwardResult]:
-        """Makes the same result of these tensors; holds none of them."""
-        return ForwardResult
 
 
 def nothing_packed(like: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig, encode
-from sagebwd.validation import DTYPES, cast_to_autocast_dtype
+from sagebwd.validation import DTYPES, autocast_dtype
 
 #: What an integration may do with a call that SageBwd does not compute.
 FALLBACKS = ("error", "sdpa")
@@ -155,7 +155,7 @@ def counted_attention(
     watch_logits(name, query, key, settings.get("scale"), config)
     out = result[0] if isinstance(result, tuple) else result  # of the dtype that autocast asks for
     head_dim = max(query.shape[-1], value.shape[-1])
-    record(name, dispatch.choose(out, 1.0, encode(config), head_dim=head_dim), layer)
+    record(name, dispatch.choose(out.device, out.dtype, head_dim, 1.0, encode(config)), layer)
     return result
 
 
@@ -206,10 +206,10 @@ def find_obstacle(
     if q.dtype not in DTYPES:
         kind = str(q.dtype).removeprefix("torch.")
         return Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
-    (none_of_q,) = cast_to_autocast_dtype(q[..., :0, :])  # dispatch looks at its dtype and device
+    dtype = autocast_dtype(q.device.type) or q.dtype
     scale, head_dim = 1.0 if scale is None else scale, max(q.shape[-1], v.shape[-1])
     try:
-        dispatch.choose(none_of_q, scale, encode(config), head_dim=head_dim)
+        dispatch.choose(q.device, dtype, head_dim, scale, encode(config))
     except (ValueError, NotImplementedError) as error:
         reason = dispatch.explain(q, k, v, config=config).reasons.get("triton", str(error))
         return Obstacle(f"this input: {reason}")

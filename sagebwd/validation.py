@@ -119,15 +119,14 @@ def check_grad_out(grad_out: Tensor, q: Tensor) -> None:
 
 def cast_to_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, cast to its dtype as ``scaled_dot_product_attention`` does; gradients flow back."""
-    device_type = tensors[0].device.type
-    if not is_autocast(device_type):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device_type)) for x in tensors)
+    dtype = autocast_dtype(tensors[0].device.type)
+    return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
 
-def is_autocast(device_type: str) -> bool:
-    """Whether autocast is on for a type of device; the meta device has none."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """To what autocast casts on a type of device; None if it is off. The meta device has none."""
+    is_on = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return torch.get_autocast_dtype(device_type) if is_on else None
 
 
 def _check_dropout(dropout_p: float) -> None:
@@ -148,7 +147,7 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 "in a batch of 1 with cu_seqlens"
             )
     # Under autocast a mix of dtypes is cast to one, so the mix is checked only outside.
-    autocast = is_autocast(q.device.type)
+    autocast = autocast_dtype(q.device.type)
     if len({q.device, k.device, v.device}) > 1:
         raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
     for name, x in (("q", q), ("k", k), ("v", v)):

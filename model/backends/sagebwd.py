@@ -13,7 +13,6 @@ from model.backends import Attention, Backend, SavedBytes
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import PRESETS
 from sagebwd.interface import AttentionParams
-from sagebwd.kernels.ops import needed_by_backward
 from sagebwd.window import CAUSAL
 
 KERNELS = ("auto", *dispatch.KERNEL_SETS)
@@ -91,7 +90,7 @@ class Settings(Attention):
         kernels = _kernels(q, self.config, device) if self.kernels == "auto" else self.kernels
         params = AttentionParams(CAUSAL, q.shape[-1] ** -0.5, self.config, kernels, pack_for_backward=True)
         saved = torch.ops.sagebwd.forward(q, k, k, *params.flatten(), True)
-        needed = needed_by_backward(q, k, k, params)
+        needed = params.needed_by_backward(q, k, k)
         results, inputs = (sum(x.nbytes for x in own if x is not None) for own in (saved, needed))
         return SavedBytes(total=inputs + results, results=results)
 

@@ -277,7 +277,7 @@ def _params(
 ) -> AttentionParams:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     head_dim = max(query.shape[-1], value.shape[-1])
-    kernels = dispatch.choose(query, scale, encode(config), head_dim=head_dim)
+    kernels = dispatch.choose(query.device, query.dtype, head_dim, scale, encode(config))
     boundaries = (alignment.cu_seqlens, alignment.cu_seqlens_kv)
     return AttentionParams(Window(*alignment.window), scale, config, kernels, *boundaries)
 

@@ -11,10 +11,10 @@ host's time decides.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -49,18 +49,10 @@ BACKWARD = (
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
-    """Out and what the backward needs; :func:`needed_by_backward` tells what it needs of q, k and v."""
+    """Out and what the backward needs; ``needed_by_backward`` of params tells what it needs of q, k and v."""
     check_backward_mode(q, k, v)  # for those who call the operator itself
-    return _run_forward(q, k, v, _narrowed(q, k, arguments))
-
-
-def _run_forward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
-) -> ForwardResult | KeptResult:
-    """``together``: see :mod:`sagebwd.interface`."""
-    forward = kernel_set(params.kernels).forward
-    with _on_device_of(q):
-        return forward(q, k, v, params, together=True) if together else forward(q, k, v, params)
+    params = _narrowed(AttentionParams.unflatten(*arguments), q.shape[-2], k.shape[-2])
+    return _on_device_of(q, kernel_set(params.kernels).forward, q, k, v, params)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardResult:
@@ -108,29 +100,23 @@ def _backward(
             "sagebwd::backward got no q, k or v, and not what replaces it; pass q, k and v, or what "
             "sagebwd::forward(pack_for_backward=True) of CUDA kernels returned"
         )
-    q, k, v = _with_stand_ins(q, k, v, kv_heads, kv_tokens, out)
-    saved = ForwardResult(out, lse, k_mean, out_residual, packed_q, packed_kv)
-    return _run_backward(grad_out, (q, k, v), saved, _narrowed(q, k, arguments), grad_lse)
+    tensors = (out, lse, k_mean, out_residual, packed_q, packed_kv, q, k, v, *params.boundaries)
+    return _run_backward(_Saved(params, (kv_heads, kv_tokens), tensors), grad_out, grad_lse)
 
 
-def _run_backward(
-    grad_out: Tensor,
-    qkv: Sequence[Tensor | None],
-    saved: ForwardResult | KeptResult,
-    params: AttentionParams,
-    grad_lse: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``grad_lse`` is that of ``saved.lse``; see :mod:`sagebwd.interface` for the rest."""
-    with _on_device_of(grad_out):
-        if grad_lse is not None:  # to base e, as kernel sets take it
-            grad_lse = (grad_lse / log_of_base(params)).contiguous()
-        return kernel_set(params.kernels).backward(grad_out, *qkv, saved, params, grad_lse)
+def _run_backward(saved: _Saved | KeptResult, grad_out: Tensor, grad_lse: Tensor | None) -> Sequence[Tensor]:
+    """dq, dk, dv. ``grad_lse`` is that of the lse in ``saved``."""
+    if grad_lse is not None:  # to base e, as kernel sets take it
+        grad_lse = (grad_lse / log_of_base(saved.params)).contiguous()
+    return _on_device_of(grad_out, saved.gradients, grad_out, grad_lse)
 
 
-def _on_device_of(x: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """The device of x may not be the current one."""
-    is_current = not x.is_cuda or x.device.index == torch.cuda.current_device()
-    return contextlib.nullcontext() if is_current else torch.cuda.device_of(x)
+def _on_device_of(x: Tensor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """``function(*arguments)``, where the device of x, which may not be the current one, is."""
+    if not x.is_cuda or x.get_device() == torch._C._cuda_getDevice():
+        return function(*arguments)
+    with torch.cuda.device_of(x):
+        return function(*arguments)
 
 
 def _fake_backward(
@@ -157,10 +143,9 @@ def _with_stand_ins(
     return q, k, stand_in(q, kv_heads, kv_tokens) if v is None else v
 
 
-def _narrowed(q: Tensor, k: Tensor, arguments: tuple[Any, ...]) -> AttentionParams:
+def _narrowed(params: AttentionParams, n_q: int, n_kv: int) -> AttentionParams:
     """Without limits of the window that hide nothing, which may be too large for the kernels' arithmetic."""
-    params = AttentionParams.unflatten(*arguments)
-    return params._replace(window=params.window.narrowed(q.shape[-2], k.shape[-2]))
+    return params._replace(window=params.window.narrowed(n_q, n_kv))
 
 
 # --- What the backward needs -------------------------------------------------------------------------------
@@ -187,25 +172,9 @@ def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple
     return layout.q_shape(q, q_blocks), layout.kv_shape(k, kv_blocks)
 
 
-def needed_by_backward(
-    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """q, k, v as the backward needs them beside the forward's result: None for what that packed.
-
-    If Q and K are packed, 4 bytes per element are saved instead of 6, 2 of them V itself. A dK in 16 bit
-    reads Q itself, a dQ in 16 bit K: 2 bytes more each.
-    """
-    if not (params.pack_for_backward and params.packs):
-        return q, k, v
-    config = params.config
-    q, k = None if config.is_int8("dk") else q, None if config.is_int8("dq") else k
-    return q, k, None if params.packs_v else v
-
-
 def token_mean(k: Tensor, params: AttentionParams) -> Tensor:
     """``ForwardResult.k_mean`` alone."""
-    with _on_device_of(k):
-        return kernel_set(params.kernels).token_mean(k, params)
+    return _on_device_of(k, kernel_set(params.kernels).token_mean, k, params)
 
 
 def load_ahead(q: Tensor, params: AttentionParams) -> None:
@@ -218,73 +187,76 @@ def load_ahead(q: Tensor, params: AttentionParams) -> None:
     from sagebwd.kernels.cuda import plan
 
     has_documents = params.cu_seqlens is not None
-    with _on_device_of(q):
-        plan.load_ahead(q.device, q.dtype, q.shape[-1], params.with_documents(None, None), has_documents)
+    known = (q.device, q.dtype, q.shape[-1], params.with_documents(None, None), has_documents)
+    _on_device_of(q, plan.load_ahead, *known)
 
 
 # --- Autograd ----------------------------------------------------------------------------------------------
 
 
-def _save_for_backward(
-    ctx: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    params: AttentionParams,
-    result: ForwardResult | KeptResult,
-    *others: Tensor | None,
-) -> None:
-    """``others`` are those of :meth:`_Attention.backward`."""
-    ctx.kv_sizes = k.shape[1:3]
-    ctx.params = params.with_documents(None, None)  # tensors are saved below
-    needed, tensors = needed_by_backward(q, k, v, params), result.tensors
-    ctx.restore, ctx.count = result.restore, len(tensors)
-    ctx.save_for_backward(*needed, *params.boundaries, *tensors, *others)
+class _Saved:
+    """What the backward needs, as a KeptResult has it, in tensors of their own."""
+
+    def __init__(self, params: AttentionParams, kv_sizes: Sequence[int], tensors: Sequence[Any]) -> None:
+        self.params, self.kv_sizes, self.tensors, self.out = params, kv_sizes, tensors, tensors[0]
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, result: Sequence[Tensor], params: AttentionParams) -> _Saved:
+        tensors = (*result, *params.needed_by_backward(q, k, v), *params.boundaries)
+        return cls(params.with_documents(None, None), k.shape[1:3], tensors)
+
+    @property
+    def restore(self) -> Callable[[Sequence[Tensor | None]], _Saved]:
+        """Makes the same of these tensors; holds none of them."""
+        return functools.partial(_Saved, self.params, self.kv_sizes)
+
+    def __iter__(self) -> Iterator[Tensor | None]:
+        return iter(self.tensors)
+
+    def gradients(self, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of the kernels."""
+        result, qkv, params = _parts(self)
+        qkv = _with_stand_ins(*qkv, *self.kv_sizes, self.out)
+        params = _narrowed(params, self.out.shape[2], self.kv_sizes[1])
+        return kernel_set(params.kernels).backward(grad_out, *qkv, result, params, grad_lse)
+
+
+def _parts(saved: _Saved | KeptResult) -> tuple[ForwardResult, Sequence[Any], AttentionParams]:
+    """The forward's result, q, k, v, and the settings with boundaries."""
+    *result, q, k, v, cu_seqlens, cu_seqlens_kv = saved
+    return ForwardResult(*result), (q, k, v), saved.params.with_documents(cu_seqlens, cu_seqlens_kv)
+
+
+def _save_for_backward(ctx: Any, saved: _Saved | KeptResult, *others: Tensor | None) -> None:
+    """Checkpoints let what is saved be read once."""
+    ctx.restore = saved.restore
+    ctx.save_for_backward(*others, *saved.tensors)
     ctx.set_materialize_grads(False)
 
 
 def _set_up_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, *arguments = inputs
-    _save_for_backward(ctx, q, k, v, AttentionParams.unflatten(*arguments), ForwardResult(*output))
+    _save_for_backward(ctx, _Saved.of(q, k, v, output, AttentionParams.unflatten(*arguments)))
     ctx.mark_non_differentiable(*output[2:])
 
 
-class _Saved(NamedTuple):
-    """What the forward saved; see :func:`_save_for_backward`. Checkpoints let it be read once."""
-
-    needed: tuple[Tensor | None, ...]
-    kv_sizes: tuple[int, int]
-    result: ForwardResult | KeptResult
-    params: AttentionParams
-    others: Sequence[Tensor | None]
-
-    @classmethod
-    def of(cls, ctx: Any) -> _Saved:
-        q, k, v, cu_seqlens, cu_seqlens_kv, *rest = ctx.saved_tensors
-        params = ctx.params.with_documents(cu_seqlens, cu_seqlens_kv)
-        result = ctx.restore(*rest[: ctx.count])
-        return cls((q, k, v), ctx.kv_sizes, result, params, rest[ctx.count :])
-
-    def gradients(
-        self, grad_out: Tensor | None, grad_lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv; with create_graph the operator refuses to give more."""
-        needed, kv_sizes, result, params, _ = self
-        grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
-        tensors = (grad_out, grad_lse, *needed, *result.tensors, *params.boundaries)
-        if not torch.is_grad_enabled() and not _is_watched(*tensors):
-            if isinstance(result, ForwardResult):  # of an operator, or of kernels that do not pack
-                params = params._replace(window=params.window.narrowed(result.out.shape[2], kv_sizes[1]))
-                needed = _with_stand_ins(*needed, *kv_sizes, result.out)
-            return _run_backward(grad_out, needed, result, params, grad_lse)
-        return ops.backward.default(grad_out, *needed, *kv_sizes, *result, *params.flatten(), grad_lse)
+def _gradients(
+    saved: _Saved | KeptResult, grad_out: Tensor | None, grad_lse: Tensor | None = None
+) -> Sequence[Tensor]:
+    """dq, dk, dv; with create_graph the operator refuses to give more."""
+    grad_out = torch.zeros_like(saved.out) if grad_out is None else grad_out
+    own, others = ((), saved.tensors) if isinstance(saved, _Saved) else (saved.tensors, ())
+    if not torch.is_grad_enabled() and not _is_watched(grad_out, grad_lse, *others, own=own):
+        return _run_backward(saved, grad_out, grad_lse)
+    result, qkv, params = _parts(saved)
+    return ops.backward.default(grad_out, *qkv, *saved.kv_sizes, *result, *params.flatten(), grad_lse)
 
 
 def _differentiate(
     ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     is_unused = grad_out is None and grad_lse is None
-    gradients = (None,) * 3 if is_unused else _Saved.of(ctx).gradients(grad_out, grad_lse)
+    gradients = (None,) * 3 if is_unused else _gradients(ctx.restore(ctx.saved_tensors), grad_out, grad_lse)
     return (*gradients, *(None,) * 8)
 
 
@@ -327,10 +299,14 @@ when_imported("torch.distributed.tensor", lambda: import_module(".sharding", __p
 PLAIN_TYPES = {Tensor, torch.nn.Parameter, type(None)}
 
 
-def _is_watched(*tensors: Tensor | None) -> bool:
-    """Whether someone would miss the operators: modes, tensor subclasses, tracers, profilers."""
+def _is_watched(*tensors: Tensor | None, own: Sequence[Tensor] = ()) -> bool:
+    """Whether someone would miss the operators: modes, tensor subclasses, tracers, profilers.
+
+    Args:
+        own: tensors that were looked at before; only a hook that saves tensors can have changed their types.
+    """
     return (
-        not PLAIN_TYPES.issuperset(map(type, tensors))
+        not PLAIN_TYPES.issuperset(map(type, (*tensors, *own)))
         or tensors[0].is_meta
         or any(map(is_virtual, tensors))
         or torch._C._len_torch_dispatch_stack() > 0
@@ -355,46 +331,65 @@ class _Attention(torch.autograd.Function):
         params: AttentionParams,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        result, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
-        _save_for_backward(ctx, q, k, v, params, result, lse, sinks)
-        return result.out, lse
+        saved, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
+        _save_for_backward(ctx, saved, lse, sinks)
+        return saved.out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        needs_qkv = any(ctx.needs_input_grad[:3])
-        return (*_gradients_with_lse(_Saved.of(ctx), grad_out, grad_lse, needs_qkv), None, None)
+        lse, sinks, *tensors = ctx.saved_tensors
+        saved, dsinks = ctx.restore(tensors), None
+        if grad_lse is None and sinks is None:
+            dq, dk, dv = _gradients(saved, grad_out)
+        else:
+            needs = any(ctx.needs_input_grad[:3])
+            dq, dk, dv, dsinks = _gradients_with_lse(saved, grad_out, grad_lse, lse, sinks, needs)
+        return dq, dk, dv, dsinks, None, None
+
+
+#: ``_Attention.apply`` without its search for tensors that functorch wrapped, and left so.
+_apply = super(torch.autograd.Function, _Attention).apply
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def _forward_with_lse(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, params: AttentionParams, with_lse: bool
-) -> tuple[ForwardResult | KeptResult, Tensor | None]:
+) -> tuple[_Saved | KeptResult, Tensor | None]:
     """The result with sinks, and the logsumexp to base e if it or sinks are asked for; outside autograd."""
     if _is_watched(q, k, v, *params.boundaries):
-        result = ForwardResult(*ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward))
+        result = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
+        saved = _Saved.of(q, k, v, result, params)
     else:
-        result = _run_forward(q, k, v, params, together=params.packs)
+        forward = kernel_set(params.kernels).forward
+        saved = _on_device_of(q, forward, q, k, v, params, *(True,) * params.packs)
+        saved = saved if params.packs else _Saved.of(q, k, v, saved, params)
     if sinks is None and not with_lse:
-        return result, None
-    whole = ForwardResult(*result)
-    lse = natural_lse(q, whole.lse, whole.k_mean, params)
-    return (result, lse) if sinks is None else add_sinks(whole, lse, sinks, params)
+        return saved, None
+    result, _, _ = _parts(saved)
+    lse = natural_lse(q, result.lse, result.k_mean, params)
+    if sinks is not None:
+        result, lse = add_sinks(result, lse, sinks, params)
+        saved = _Saved.of(q, k, v, result, params)
+    return saved, lse
 
 
 def _gradients_with_lse(
-    saved: _Saved, grad_out: Tensor | None, grad_lse: Tensor | None, needs_qkv: bool
+    saved: _Saved | KeptResult,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    needs_qkv: bool,
 ) -> tuple[Tensor | None, ...]:
     """dq, dk, dv and dsinks."""
-    params, (lse, sinks) = saved.params, saved.others
-    if grad_lse is None and sinks is None:
-        return (*saved.gradients(grad_out), None)
-    result = ForwardResult(*saved.result)
+    result, _, params = _parts(saved)
     grad_out = torch.zeros_like(result.out) if grad_out is None else grad_out
     of_result = grad_lse
     if grad_lse is not None:  # the lse of a query without keys is a constant
         of_result = torch.where(result.lse == -torch.inf, 0.0, grad_lse) * log_of_base(params)
     dq = dk = dv = None
     if needs_qkv:
-        dq, dk, dv = saved.gradients(grad_out, of_result)
+        dq, dk, dv = _gradients(saved, grad_out, of_result)
     dq, dsinks = finish_gradients(dq, grad_out, grad_lse, result, lse, sinks, params)
     return dq, dk, dv, dsinks
 
@@ -414,14 +409,15 @@ def attend(
     is_transformed = torch._C._are_functorch_transforms_active()
     if has_gradient and is_transformed and not is_compiling:
         _refuse_torch_func()
-    # A DTensor cannot shard what is packed.
-    if has_gradient and type(k) is Tensor:
-        params = params._replace(pack_for_backward=True)
+    packs = has_gradient and type(k) is Tensor  # a DTensor cannot shard what is packed
+    if packs != params.pack_for_backward:
+        params = params._replace(pack_for_backward=packs)
     if is_compiling or is_transformed:  # by the gradients of the parts, which compilers fuse
         out, lse, k_mean, *_ = ops.forward.default(q, k, v, *params.flatten(), params.pack_for_backward)
         lse = natural_lse(q, lse, k_mean, params) if with_lse or sinks is not None else None
         return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
     if torch.is_grad_enabled():
-        return _Attention.apply(q, k, v, sinks, params, with_lse)
-    result, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
-    return result.out, lse
+        is_plain = sinks is None and not any(map(_is_wrapped, (q, k, v)))
+        return (_apply if is_plain else _Attention.apply)(q, k, v, sinks, params, with_lse)
+    saved, lse = _forward_with_lse(q, k, v, sinks, params, with_lse)
+    return saved.out, lse

@@ -241,23 +241,14 @@ def test_the_table_covers_presets_and_head_sizes():
 # --- The choice --------------------------------------------------------------------------------------------
 
 
-class OnGPU:
-    """What the choice reads of a tensor on the first GPU."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, head_dim=64, dtype=torch.bfloat16):
-        self.shape, self.dtype = (1, 1, 8, head_dim), dtype
-
-
 @pytest.fixture
 def choose(monkeypatch):
     """choose(gpu, config, kernels=, …) -> the kernel set on such a GPU."""
 
-    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, **tensor):
+    def choose(gpu=H200, config=DEFAULT_CONFIG, kernels=None, scale=1.0, head_dim=64, dtype=torch.bfloat16):
         dispatch._choose_once.cache_clear()
         monkeypatch.setattr(dispatch, "gpu_of", lambda index: gpu)
-        return dispatch.choose(OnGPU(**tensor), scale, encode(config), kernels)
+        return dispatch.choose(torch.device("cuda", 0), dtype, head_dim, scale, encode(config), kernels)
 
     dispatch._warn_once.cache_clear()
     yield choose

@@ -85,7 +85,7 @@ class Kernel:
         self._shared_bytes = shared_bytes
         self._driver = driver
 
-    def start(self, grid: int, threads: int, arguments: int) -> None:
+    def start(self, grid: int, threads: int, arguments: int, *, is_again: bool = False) -> None:
         """Launch ``grid`` CTAs of ``threads`` on torch's current stream; neither synchronizes nor allocates.
 
         The kernel's device must be the current one.
@@ -97,14 +97,16 @@ class Kernel:
             RuntimeError: CUDA refuses the launch; with the name of its error.
         """
         launch, stream, make_current = self._driver
-        shape = (grid, 1, 1, threads, 1, 1, self._shared_bytes)
-        error = launch(self._function, *shape, stream(self.device), arguments, 0)[0]
-        if error and error.name == "CUDA_ERROR_INVALID_CONTEXT":
-            # This thread has not called CUDA before: autograd runs the backward in threads of its own.
-            make_current(self.device)
-            error = launch(self._function, *shape, stream(self.device), arguments, 0)[0]
-        if error:
+        error = launch(
+            self._function, grid, 1, 1, threads, 1, 1, self._shared_bytes, stream(self.device), arguments, 0
+        )[0]
+        if not error:
+            return
+        if is_again or error.name != "CUDA_ERROR_INVALID_CONTEXT":
             raise RuntimeError(f"{self.name} was not launched: {error.name}")
+        # This thread has not called CUDA before: autograd runs the backward in threads of its own.
+        make_current(self.device)
+        self.start(grid, threads, arguments, is_again=True)
 
 
 #: Waits until a kernel is compiled, loads it at the first call, and returns it.

@@ -160,55 +160,57 @@ class Plan:
         self._launches.append(Launch(load, grid, threads, begin, layout))
         self._values += values
 
-    def finish(self, inputs: int, results: Sequence[Operand], *, together: bool = False) -> None:
+    def finish(self, inputs: int, results: Sequence[Any], params: AttentionParams | None = None) -> None:
         """Lay out the memory; nothing can be added afterwards.
 
         Args:
             inputs: how many of the operands, the first, a call gives.
-            results: what it returns.
-            together: whether what it returns is what :class:`KeptResult` takes.
+            results: what it returns, None for what this plan has not.
+            params: without boundaries, if the results are what :class:`KeptResult` takes.
         """
-        kept = [x for x in results[1:] if together and not x.is_tensor]
+        given, own = self.operands[:inputs], self.operands[inputs:]
+        kept = [x for x in results[1:] if params and x in own and not x.is_tensor]
         for x in results:
-            x.is_tensor = x not in kept
+            if x is not None:
+                x.is_tensor = x not in kept
         computed = [x for _, _, several in self.calls for x in several]
-        own = [x for x in self.operands[inputs:] if x not in computed]
+        own = [x for x in own if x not in computed]
         tensors = [x for x in own if x.is_tensor]
         launches_of: dict[Operand, list[int]] = {}
         for x, _, _, _, launch in self._addresses:
             launches_of.setdefault(x, []).append(launch)
         scratch = [x for x in own if x in launches_of and not x.is_tensor and x not in kept]
-        parts, self._scratch = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
+        parts, size = lay_out([(launches_of[x][0], launches_of[x][-1], x.size) for x in scratch])
         # Where :meth:`run` has the memory of an operand: in which tensor, and from which byte on.
-        whole = [*self.operands[:inputs], *computed, *tensors]
+        whole = [*given, *computed, *tensors]
         places = {x: (i, 0) for i, x in enumerate(whole)}
         places |= {x: (len(whole), part) for x, part in zip(scratch, parts, strict=True)}
         ends = [0, *accumulate(x.size + -x.size % ALIGNMENT for x in kept)]
         places |= {x: (len(whole) + 1, begin) for x, begin in zip(kept, ends, strict=False)}
-        self._kept = ends[-1] if together else None
         self._tensors = [(x.shape, x.stride(), x.dtype, x.fill) for x in tensors]
+        # Freed when the call returns: what its stream runs next may take it.
+        self._tensors.append(((size,), (1,), torch.uint8, None))
         self._calls = [(function, places[x][0]) for function, x, _ in self.calls]
         self._copies = [(places[x][0], places[y][0]) for x, y in self.copies]
-        self._results = [places[x][0] for x in results if x not in kept]
-        if together:
+        self._results = [places[x][0] for x in results if x is not None and x not in kept]
+        if params:
+            self._tensors.append(((ends[-1],), (1,), torch.uint8, None))
             self._results.append(len(whole) + 1)
-            #: Of each result: which returned tensor has it and, if that is the shared one, what of it: the
-            #: first byte, shape, strides and dtype.
+            #: Of each result: which returned tensor has it, None if none, and, if that is the shared one,
+            #: what of it: the first byte, shape, strides and dtype.
+            parts = {x: (places[x][1], x.shape, x.stride(), x.dtype) for x in kept}
             self.fields = [
-                (
-                    self._results.index(places[x][0]),
-                    (places[x][1], x.shape, x.stride(), x.dtype) if x in kept else None,
-                )
-                for x in results
+                (None if x is None else self._results.index(places[x][0]), parts.get(x)) for x in results
             ]
-            self.input_shapes = [x.shape for x in self.operands[:inputs]]
-        self._pointers, self._described = [], []
+            self.params, self.kv_sizes = params, given[1].shape[1:3]
+        self._pointers, described = [], {}
         for x, offset, position, kind, _ in self._addresses:
             place, part = places[x]
             if kind is ctypes.c_void_p:
                 self._pointers.append((position // 8, place, offset + part))
             else:
-                self._described.append((position, place, offset + part, kind.describe(x)))
+                described.setdefault((kind, x, place, offset + part), []).append(position)
+        self._described = [(*where, kind.describe(x), at) for (kind, x, *where), at in described.items()]
         del self.operands, self.calls, self.copies, self._addresses  # what is kept is above
 
     def run(self, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -224,10 +226,6 @@ class Plan:
         for shape, strides, dtype, fill in self._tensors:
             x = torch.empty_strided(shape, strides, dtype=dtype, device=self.device)
             tensors.append(x if fill is None else x.fill_(fill))
-        # Freed when this returns: what this stream runs next may take it.
-        tensors.append(torch.empty(self._scratch, dtype=torch.uint8, device=self.device))
-        if self._kept is not None:
-            tensors.append(torch.empty(self._kept, dtype=torch.uint8, device=self.device))
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         try:
             frame = self._pool.pop()
@@ -236,9 +234,10 @@ class Plan:
         words = frame.words
         for word, place, offset in self._pointers:
             words[word] = addresses[place] + offset
-        for position, place, offset, describe in self._described:
+        for place, offset, describe, positions in self._described:
             described = describe(addresses[place] + offset)
-            frame.values[position : position + len(described)] = described
+            for position in positions:
+                frame.values[position : position + len(described)] = described
         for start, grid, threads, address in frame.launches:
             start(grid, threads, address)  # which reads the arguments before it returns
         self._pool.append(frame)
@@ -251,33 +250,44 @@ class Plan:
 
 
 class KeptResult:
-    """A :class:`ForwardResult` most of whose tensors lie in one; iterating makes views of it.
+    """A :class:`ForwardResult` and what else its backward needs, most of it in one tensor.
 
     To allocate, save and free a tensor takes the host longer than a launch.
+
+    tensors: what to save for the backward, out first.
     """
 
-    def __init__(self, plan: Plan, *tensors: Tensor) -> None:
-        *whole, shared = tensors
-        if shared.data_ptr() % 16:  # a hook of saved tensors put it among others
-            shared = shared.clone()
-        self.plan, self.tensors = plan, (*whole, shared)
+    def __init__(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
+        if tensors[-1].data_ptr() % 16:  # a hook of saved tensors put it among others
+            tensors = (*tensors[:-1], tensors[-1].clone())
+        self.plan, self.tensors, self.out = plan, tensors, tensors[0]
+        self.params, self.kv_sizes = plan.params, plan.kv_sizes
 
     @property
-    def restore(self) -> Callable[..., KeptResult]:
-        """As of :class:`ForwardResult`."""
+    def restore(self) -> Callable[[Sequence[Tensor]], KeptResult]:
+        """Makes the same result of these tensors; holds none of them."""
         return functools.partial(KeptResult, self.plan)
 
-    @property
-    def out(self) -> Tensor:
-        return self.tensors[0]
+    def __iter__(self) -> Iterator[Tensor | None]:
+        """Of a :class:`ForwardResult` all, then q, k and v, None for what is packed, then boundaries."""
+        return _unpacked(self.plan.fields, self.tensors, _part)
 
-    def __iter__(self) -> Iterator[Tensor]:
-        for index, part in self.plan.fields:
-            x = self.tensors[index]
-            if part is not None:
-                begin, shape, strides, dtype = part
-                x = x[begin : begin + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
-            yield x
+    def gradients(self, grad_out: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+        """dq, dk and dv, as of ``backward`` of a kernel set."""
+        tensors = (grad_out, grad_lse, *self.tensors)
+        return backward_of(self.plan, signature_of(tensors)).run(tensors)
+
+
+def _unpacked(fields: Sequence[Any], tensors: Sequence[Any], part: Callable[..., Any]) -> Iterator[Any]:
+    """What ``Plan.fields`` tells, of tensors or operands."""
+    for index, where in fields:
+        x = None if index is None else tensors[index]
+        yield x if where is None else part(x, *where)
+
+
+def _part(x: Tensor, begin: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """As :meth:`Operand.part`."""
+    return x[begin : begin + prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, strides)
 
 
 def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., ForwardResult]:
@@ -294,11 +304,11 @@ def planned_forward(write: Callable[..., ForwardResult]) -> Callable[..., Forwar
 
     @functools.wraps(write)
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, *, together: bool = False
+        q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, together: bool = False
     ) -> ForwardResult | KeptResult:
-        plan, tensors = prepared(write_and_load_ahead, params, (q, k, v), together=together)
+        plan, tensors = prepared(write_and_load_ahead, params, (q, k, v), together)
         results = plan.run(tensors)
-        return KeptResult(plan, *results) if together else ForwardResult(*results)
+        return KeptResult(plan, results) if together else ForwardResult(*results)
 
     return forward
 
@@ -310,31 +320,17 @@ def planned_backward(write: Callable[..., Sequence[Operand]]) -> Callable[..., t
         grad_out, q, k, v, grad_lse, *saved, params = operands
         return write(grad_out, q, k, v, ForwardResult(*saved), params, grad_lse)
 
-    def write_kept(*operands: Any, forward: Plan) -> Sequence[Operand]:
-        grad_out, *qkv, grad_lse = operands[:5]
-        tensors = [(operands[5 + index], part) for index, part in forward.fields]
-        saved = [x if part is None else x.part(*part) for x, part in tensors]
-        for i, shape in enumerate(forward.input_shapes[:3]):
-            if qkv[i] is None:  # it was packed: of dQ's layout, or of none
-                qkv[i] = saved[0] if i == 0 else grad_out.part(0, shape, (0,) * 4, grad_out.dtype)
-        return write(grad_out, *qkv, ForwardResult(*saved), operands[-1], grad_lse)
-
     @functools.wraps(write)
     def backward(
         grad_out: Tensor,
-        q: Tensor | None,
-        k: Tensor | None,
-        v: Tensor | None,
-        saved: ForwardResult | KeptResult,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        saved: ForwardResult,
         params: AttentionParams,
         grad_lse: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        tensors = (grad_out, q, k, v, grad_lse, *saved.tensors)
-        if isinstance(saved, KeptResult):
-            plan, tensors = prepared(write_kept, params, tensors, forward=saved.plan)
-        else:
-            plan, tensors = prepared(write_flat, params, tensors)
-        return tuple(plan.run(tensors))
+        return tuple(run(write_flat, params, (grad_out, q, k, v, grad_lse, *saved)))
 
     return backward
 
@@ -377,16 +373,21 @@ def run(
     return plan.run(tensors)
 
 
+def signature_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    """All that plans know of these tensors: shapes, strides, dtypes and addresses modulo 16, or None."""
+    return tuple([x if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
+
+
 def prepared(
     write: Callable[..., Sequence[Operand]],
     params: AttentionParams,
     tensors: Sequence[Tensor | None],
-    **options: Any,
+    together: bool = False,
 ) -> tuple[Plan, Sequence[Tensor | None]]:
-    """The plan of :func:`run`, and what to run it with. Options are those of :func:`plan_of`."""
+    """The plan of :func:`run`, and what to run it with. ``together`` is that of :func:`plan_of`."""
     tensors = (*tensors, params.cu_seqlens, params.cu_seqlens_kv)
-    known = tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors])
-    return plan_of(write, params.with_documents(None, None), tensors[0].device, known, **options), tensors
+    params = params.with_documents(None, None)
+    return plan_of(write, params, tensors[0].device, signature_of(tensors), together), tensors
 
 
 @functools.lru_cache(PLANS)
@@ -394,23 +395,42 @@ def plan_of(
     write: Callable[..., Sequence[Operand]],
     params: AttentionParams,
     device: torch.device,
-    signature: tuple[tuple[Any, ...] | None, ...],
-    *,
+    signature: tuple[Any, ...],
     together: bool = False,
-    **named: Plan,
 ) -> Plan:
-    """The plan for tensors with these shapes, strides, dtypes and addresses modulo 16, or None.
-
-    Args:
-        together: as of :meth:`Plan.finish`.
-        named: for ``write``.
-    """
+    """The plan for such tensors. ``together``: of a forward, for :class:`KeptResult`."""
     plan = Plan(device)
-    inputs = [Operand(plan, *(known or ((),))) for known in signature]
-    *given, cu_seqlens, cu_seqlens_kv = (known and x for known, x in zip(signature, inputs, strict=True))
-    made = write(*given, params.with_documents(cu_seqlens, cu_seqlens_kv), **named)
-    plan.finish(len(inputs), made, together=together)
+    *given, cu_seqlens, cu_seqlens_kv = inputs = _inputs(plan, signature)
+    of_call = params.with_documents(cu_seqlens, cu_seqlens_kv)
+    made = write(*given, of_call)
+    if together:
+        made = (*made, *of_call.needed_by_backward(*given), cu_seqlens, cu_seqlens_kv)
+    plan.finish(len(inputs), made, params if together else None)
     return plan
+
+
+@functools.lru_cache(PLANS)
+def backward_of(forward: Plan, signature: tuple[Any, ...]) -> Plan:
+    """The plan for what :meth:`KeptResult.gradients` takes."""
+    plan = Plan(forward.device)
+    grad_out, grad_lse, *tensors = inputs = _inputs(plan, signature)
+    *result, q, k, v, cu_seqlens, cu_seqlens_kv = _unpacked(forward.fields, tensors, Operand.part)
+    # What was packed has dQ's layout, or none.
+    q = result[0] if q is None else q
+    shape = (grad_out.shape[0], *forward.kv_sizes, grad_out.shape[3])
+    stand_in = grad_out.part(0, shape, (0,) * 4, grad_out.dtype)
+    k, v = (stand_in if x is None else x for x in (k, v))
+    params = forward.params.with_documents(cu_seqlens, cu_seqlens_kv)
+    write = kernel_set(params.kernels).backward.__wrapped__
+    made = write(grad_out, q, k, v, ForwardResult(*result), params, grad_lse)
+    plan.finish(len(inputs), made)
+    return plan
+
+
+def _inputs(plan: Plan, signature: tuple[Any, ...]) -> list[Operand | None]:
+    """Operands of what a call gives. What it does not give has a place, too."""
+    operands = [Operand(plan, *(known or ((),))) for known in signature]
+    return [known and x for known, x in zip(signature, operands, strict=True)]
 
 
 # --- Memory ------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ class CTensorMap(ctypes.Structure):
     @staticmethod
     def describe(x: Operand) -> Callable[[int], bytes]:
         """Makes the map of x, if it is at an address."""
-        is_bf16 = x.dtype == torch.bfloat16
-        return lambda address: encode(address, x.shape, x.stride(), is_bf16, x.device)
+        known = (x.shape, x.stride(), x.dtype == torch.bfloat16, x.device)
+        return functools.partial(_remembered, lambda address: encode(address, *known))
 
 
 class CTensorMaps(ctypes.Structure):
@@ -58,23 +58,15 @@ def tensor_map(x: Operand) -> CTensorMap:
     return CTensorMap((ctypes.c_uint64 * (_BYTES // 8))(x.data_ptr())) if x.numel() else CTensorMap()
 
 
+@functools.lru_cache(maxsize=1024)  # the driver takes longer than a launch, and training reuses its memory
+def _remembered(describe: Callable[[int], bytes], address: int) -> bytes:
+    return describe(address)
+
+
 def encode(
     address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool, device: torch.device
 ) -> bytes:
-    """The map of a tensor in 16 bits."""
-    try:
-        return _encode(address, shape, strides, is_bf16)
-    except RuntimeError as error:
-        if str(error) != "CUDA_ERROR_INVALID_CONTEXT":
-            raise
-    # This thread has not called CUDA before: autograd runs the backward in threads of its own.
-    make_current(device.index)
-    return _encode(address, shape, strides, is_bf16)
-
-
-@functools.lru_cache(maxsize=1024)  # the driver takes longer than a launch, and training reuses its memory
-def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_bf16: bool) -> bytes:
-    """As :func:`encode`.
+    """The map of a tensor in 16 bits.
 
     Raises:
         RuntimeError: with the name of CUDA's error.
@@ -86,19 +78,22 @@ def _encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], is_b
     batch, heads, tokens, channels = shape
     # Where there is one of something its stride is never used, but checked.
     in_bytes = [2 * stride if size > 1 else 16 for size, stride in zip(shape, strides, strict=True)]
-    encoded = checked(
-        driver.cuTensorMapEncodeTiled(
-            kind,
-            4,
-            address,
-            [driver.cuuint64_t(size) for size in (channels, tokens, heads, batch)],
-            [driver.cuuint64_t(in_bytes[axis]) for axis in (2, 1, 0)],
-            [driver.cuuint32_t(size) for size in (BOX, BOX, 1, 1)],
-            [driver.cuuint32_t(1)] * 4,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )
+    arguments = (
+        kind,
+        4,
+        address,
+        [driver.cuuint64_t(size) for size in (channels, tokens, heads, batch)],
+        [driver.cuuint64_t(in_bytes[axis]) for axis in (2, 1, 0)],
+        [driver.cuuint32_t(size) for size in (BOX, BOX, 1, 1)],
+        [driver.cuuint32_t(1)] * 4,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return ctypes.string_at(encoded.getPtr(), _BYTES)
+    result = driver.cuTensorMapEncodeTiled(*arguments)
+    if result[0] == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
+        # This thread has not called CUDA before: autograd runs the backward in threads of its own.
+        make_current(device.index)
+        result = driver.cuTensorMapEncodeTiled(*arguments)
+    return ctypes.string_at(checked(result).getPtr(), _BYTES)

@@ -192,7 +192,8 @@ def test_the_backward_gets_the_mean_of_k(override, kernels, is_packed, monkeypat
     if kernels == "triton":
         pytest.importorskip("triton")
     choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *call, head_dim=None: choose(*call[:3], kernels))
+    monkeypatch.setattr(dispatch, "choose", lambda *call: choose(*call[:5], kernels))
+    monkeypatch.setattr("sagebwd.attention._calls", {})
     dtype = torch.float32 if kernels == "reference" else torch.float16
     q, k, v = (x.detach().to(dtype) for x in draw(*3 * [(1, 2, 21, 32)]))
     q, k, v = (x.requires_grad_() for x in (q, k + 9, v))

@@ -149,7 +149,7 @@ def test_operators_keep_their_promises(sample, boundaries, kernel_set, lay, pack
     saved = torch.ops.sagebwd.forward(q, k, v, *settings, packs)
     inputs = q, k, v
     if packs:
-        inputs = ops.needed_by_backward(*inputs, AttentionParams.unflatten(*settings, True))
+        inputs = AttentionParams.unflatten(*settings, True).needed_by_backward(*inputs)
     arguments = (grad_out, *inputs, *k.shape[1:3], *saved, *settings)
     torch.library.opcheck(torch.ops.sagebwd.backward.default, arguments)
 
@@ -420,6 +420,17 @@ def test_torch_func_is_refused(sample, causal, name):
     q, k, v, _ = sample(40)
     with pytest.raises(NotImplementedError, match=words):
         transform(lambda q: causal(q, k, v).float().sum(), q)
+
+
+@emulated_too
+def test_a_tensor_that_a_transform_left_wrapped(sample, causal):
+    *inputs, grad_out = sample(40)
+    wanted = gradients(causal, *inputs, grad_out)
+    leaves, kept = [x.requires_grad_() for x in inputs], []
+    torch.func.grad(lambda q: kept.append(q) or q.sum())(leaves[0])
+    assert torch._C._functorch.is_dead_tensor_wrapper(kept[0])
+    out = causal(kept[0], *leaves[1:])
+    assert_same([out, *torch.autograd.grad(out, leaves, grad_out)], wanted)
 
 
 # Autograd's other habits

@@ -65,6 +65,7 @@ def test_other_sizes_begin_nothing(events, draw):
 
 def test_what_is_prepared_compiles_at_once(events, monkeypatch):
     monkeypatch.setattr(dispatch, "choose", lambda *_: "hopper")
+    monkeypatch.setattr("sagebwd.attention._calls", {})
     monkeypatch.setattr(preparation, "explain", lambda *_, **__: SimpleNamespace(kernels="hopper"))
     queries = [torch.zeros(1, 2, 70, d, dtype=BF16) for d in (64, 128)]
     configs = [SageConfig(), SageConfig.consistent(), SageConfig.paper()]

@@ -90,6 +90,7 @@ def test_many_lengths_take_bounded_memory(recorded):
         x = torch.zeros(1, 1, n, 8)
         recorded.run(x, x)
     assert plan.plan_of.cache_info().currsize == plan.PLANS
+    assert plan.backward_of.cache_info().maxsize == plan.PLANS
 
 
 def test_parts_of_memory_overlap_only_where_lives_do_not():
