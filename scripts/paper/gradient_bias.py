@@ -202,7 +202,7 @@ def work_on(
         result["runs"][end.name] |= {"batches_unseen": unseen}
         batches = [(x.to(device), y.to(device)) for x, y in batches]
         for run in (end, *reversed(milestones_of(end) if arguments.milestones else [])):
-            title = f"{run.name}, step {run.origin.step}"
+            title = f"{run.name}, step {run.step}"
             yield title, measure_checkpoint(run, batches, attentions, result, arguments)
 
 
@@ -225,7 +225,7 @@ def measure_checkpoint(
     g = empty_gradients(llama, len(batches))
     losses = gradients(llama, batches, micro_batch, dtype, g)
     own = own_grams(g, scales)
-    place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
+    place = {"run": run.name, "step": run.step, "tokens": run.tokens}
     result["gradients"] += [
         place | part | rounded(estimate_gradient(found, tokens_per_batch)) for part, found in by_part(own)
     ]
