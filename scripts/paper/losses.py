@@ -38,7 +38,7 @@ from scripts.bench.measuring import describe_run
 from scripts.output import finite, read_json, stored, table, with_ending
 from scripts.paper.experiments import read_yaml
 from scripts.paper.variants import FULL_PRECISION, base_of, is_null
-from trainer.identity import may_change
+from trainer.identity import flat, may_change
 
 PROGRAM = "python -m scripts.paper.losses"
 #: A smaller model stands for the paper's.
@@ -125,16 +125,9 @@ def is_repetition(one: dict, other: dict) -> bool:
     return one["commit"] == other["commit"] and computed(one["config"]) == computed(other["config"])
 
 
-def computed(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def computed(config: dict[str, Any]) -> dict[str, Any]:
     """{dotted name: value} of the settings that say what a run computes, not how it executes or reports."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            found |= computed(value, f"{name}.")
-        elif not may_change(name):
-            found[name] = value
-    return found
+    return {name: value for name, value in flat(config).items() if not may_change(name)}
 
 
 # --- Comparing ----------------------------------------------------------------------------------------------
