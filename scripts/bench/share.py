@@ -96,9 +96,9 @@ def leave_out_wrong(
         inputs = draw_inputs(shape, dtype, device, arguments.seed)
         exact = exact_result(shape, inputs)
         for implementation in implementations:
-            trial = try_out(implementation, shape, inputs, exact)
-            if trial.status == FAILED:
-                wrong.setdefault(implementation.name, f"{FAILED}: {trial.reason} at {shape}")
+            row, _ = try_out(implementation, shape, inputs, exact)
+            if row.status == FAILED:
+                wrong.setdefault(implementation.name, f"{FAILED}: {row.reason} at {shape}")
     return [x for x in implementations if x.name not in wrong], wrong
 
 
