@@ -46,7 +46,7 @@ class Permutation:
 
 
 class EpochOrder:
-    """The order of `sequences` sequences. Sample k of a run is its k-th sequence, counted from 0."""
+    """The order of `sequences` sequences of a text. Sample k is the k-th that is read, counted from 0."""
 
     def __init__(self, sequences: int, *, seed: int):
         self.sequences = sequences
@@ -65,15 +65,3 @@ class EpochOrder:
     def epochs(self, samples: np.ndarray) -> np.ndarray:
         """How often each sample's sequence was read before."""
         return samples // self.sequences
-
-    def epochs_done(self, samples: int) -> float:
-        """Epochs after so many samples."""
-        return samples / self.sequences
-
-    def text_of(self, index: int) -> str | None:
-        """The name of the source of a sequence, if there are several."""
-        return None
-
-    def description(self, samples: int, *, context: int) -> list[str]:
-        """What so many samples read of each source, if there are several: a line for each."""
-        return []
