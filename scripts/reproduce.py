@@ -290,8 +290,7 @@ def identifying(command: Sequence[str]) -> set[str]:
 def measure_command(text: str, runs: Sequence[Path], arguments: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m"]
     for word in text.split():
-        filled = word.replace("{results}", str(arguments.results)).replace("{scale}", arguments.scale)
-        words += map(str, runs) if word == "{runs}" else [filled]
+        words += map(str, runs) if word == "{runs}" else [word.replace("{results}", str(arguments.results))]
     return words
 
 
