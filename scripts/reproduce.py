@@ -1,9 +1,6 @@
 """Reproduce the paper's tables and figures, one command each.
 
     python -m scripts.reproduce --list
-    python -m scripts.reproduce table1
-    python -m scripts.reproduce figure1a --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
-    python -m scripts.reproduce --all --scale full
 
 An item (configs/paper/ITEM.yaml) trains the runs it needs, measures, and writes ITEM.json (or ITEM.json.gz)
 and a picture to a folder of runs/reproduce/results. The committed numbers in results/ change only with

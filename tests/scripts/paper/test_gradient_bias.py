@@ -197,7 +197,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     assert abs(differences[CONTROL][0]) < 1e-5 < abs(differences["paper"][0])
 
     text = (tmp_path / "out" / "bias.md").read_text()
-    assert f"compared with FlashAttention-2; `{CONTROL}` is plain PyTorch. Bias:" in text
+    assert f"compared with FlashAttention-2; `{CONTROL}` is math. Bias:" in text
     assert re.search(r"\| `paper` +\|", text)
     assert "Trained with fpa with QK-norm on 444 tokens, 148 a step" in text
     check_refusals(tmp_path, capsys)
