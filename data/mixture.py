@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from data.order import EpochOrder
+from data.order import shuffled
 from data.tokens import TokenShards
 
 LONGEST_PERIOD = 1_000_000  # samples after which a mixture repeats; its schedule is a table of this length
@@ -128,22 +128,25 @@ class MixedOrder:
     def __init__(self, mixture: Mixture, counts: Sequence[int], *, seed: int):
         self.names = mixture.names
         self.sequences = sum(counts)
+        self.counts = np.array(counts, np.int64)
         self.schedule = Schedule(mixture.weights)
-        self.orders = [
-            EpochOrder(count, seed=seed ^ (_hash(name) if name else 0))
-            for name, count in zip(mixture.names, counts, strict=True)
-        ]
+        self.seeds = [seed ^ (_hash(name) if name else 0) for name in mixture.names]
         self._starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
 
     def indices(self, samples: np.ndarray) -> np.ndarray:
         """Which sequence each sample is; int64, (N,)."""
-        return self._of_each_source(
-            samples, lambda source, own: self._starts[source] + self.orders[source].indices(own)
-        )
+        found = np.empty_like(samples)
+        sources, own = self.schedule(samples)
+        for source in np.unique(sources):
+            there = sources == source
+            indices = shuffled(own[there], int(self.counts[source]), seed=self.seeds[source])
+            found[there] = self._starts[source] + indices
+        return found
 
     def epochs(self, samples: np.ndarray) -> np.ndarray:
         """How often each sample's sequence was read before."""
-        return self._of_each_source(samples, lambda source, own: self.orders[source].epochs(own))
+        sources, own = self.schedule(samples)
+        return own // self.counts[sources]
 
     def epochs_done(self, samples: int) -> float:
         """Epochs of the source that is read most often, after so many samples."""
@@ -151,8 +154,7 @@ class MixedOrder:
 
     def epochs_of_sources(self, samples: int) -> list[float]:
         """Epochs of each source after so many samples of the mixture."""
-        counts = self.schedule.counts(samples)
-        return [int(count) / order.sequences for order, count in zip(self.orders, counts, strict=True)]
+        return (self.schedule.counts(samples) / self.counts).tolist()
 
     def text_of(self, index: int) -> str | None:
         """The name of the source of a sequence, if it has one."""
@@ -167,15 +169,6 @@ class MixedOrder:
             for name, share, count, epochs in rows
             if name
         ]
-
-    def _of_each_source(self, samples, values) -> np.ndarray:
-        """values(source, numbers of its own samples), at the places of the samples that are from it."""
-        found = np.empty_like(samples)
-        sources, own = self.schedule(samples)
-        for source in np.unique(sources):
-            there = sources == source
-            found[there] = values(source, own[there])
-        return found
 
 
 def _hash(name: str) -> int:
