@@ -145,15 +145,11 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         parser.error("there is no train.py here; run this from the root of the checkout")
     if bool(arguments.items) == arguments.all:
         parser.error("name what to reproduce, or --all; --list shows the names")
+    missing = [one for one in items().values() if not list(arguments.results.glob(f"{one.result}.json*"))]
     try:
-        arguments.items = [find(name) for name in arguments.items] or missing(arguments.results)
+        arguments.items = [find(name) for name in arguments.items] or missing
     except KeyError as error:
         parser.error(f"there is no item {error}; choose among {', '.join(items())}")
-
-
-def missing(results: Path) -> list[Item]:
-    """The items without a result in the folder."""
-    return [item for item in items().values() if not list(results.glob(f"{item.result}.json*"))]
 
 
 def listing() -> str:

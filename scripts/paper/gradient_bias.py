@@ -153,18 +153,6 @@ def parts(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
     return found
 
 
-# --- Attentions ---------------------------------------------------------------------------------------------
-
-
-def attentions_of(chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
-    """The chosen settings, and the control if it is one of them."""
-    control = pinned(CONTROL_KERNEL[device.type])
-    return {
-        name: control if name == CONTROL else partial(sage_attention, config=SETTINGS[name])
-        for name in chosen
-    }
-
-
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
@@ -176,7 +164,9 @@ def work_on(
     Raises ValueError if the text of a run is too short for the batches.
     """
     device = torch.device(arguments.device)
-    attentions = attentions_of(arguments.settings, device)
+    attentions = {name: partial(sage_attention, config=config) for name, config in SETTINGS.items()}
+    attentions[CONTROL] = pinned(CONTROL_KERNEL[device.type])
+    attentions = {name: attentions[name] for name in arguments.settings}
     for end in runs:
         batches, unseen = draw_batches(end, arguments.batches, arguments.tokens_per_batch)
         result["runs"][end.name] |= {"batches_unseen": unseen}

@@ -152,9 +152,8 @@ def measure(
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = sage_attention(*leaves, is_causal=arguments.causal, config=config)
         found = (out, *torch.autograd.grad(out, leaves, grad_out))
-        errors[variant] = {
-            name: compare(x, getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)
-        }
+        pairs = {name: (x, getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)}
+        errors[variant] = {name: (cosine_similarity(*xs), relative_l2(*xs)) for name, xs in pairs.items()}
     return errors
 
 
@@ -168,10 +167,6 @@ def draw_inputs(
     generator = torch.Generator().manual_seed(seed)
     draws = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))
     return [x.to(device, dtype) for x in draws]
-
-
-def compare(actual: Tensor, exact: Tensor) -> tuple[float, float]:
-    return cosine_similarity(actual, exact), relative_l2(actual, exact)
 
 
 if __name__ == "__main__":
