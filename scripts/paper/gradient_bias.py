@@ -184,7 +184,7 @@ def measure_checkpoint(
     arguments: Namespace,
 ) -> Iterator[list[Row]]:
     """Rows of each setting, by view, group and layer. Adds losses and the gradient itself to the result."""
-    device, dtype = torch.device(arguments.device), run.dtype
+    device, dtype = torch.device(arguments.device), run.settings.dtype
     micro_batch = arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
     tokens_per_batch = arguments.tokens_per_batch
     llama = load_model(run, pinned(TRUTH_KERNEL))

@@ -161,7 +161,7 @@ def sage(config: SageConfig, run: TrainedRun, arguments: Namespace) -> Backend:
 def build_keywords(run: TrainedRun, arguments: Namespace) -> dict[str, Any]:
     """The keywords of `backends.build` for the run's heads."""
     shape = run.settings.model
-    where = {"device": torch.device(arguments.device), "dtype": run.dtype}
+    where = {"device": torch.device(arguments.device), "dtype": run.settings.dtype}
     return {**where, "d_head": shape.d_head, "is_gqa": shape.is_gqa}
 
 
@@ -170,7 +170,7 @@ def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) ->
 
     Raises ValueError for damaged weights.
     """
-    device = torch.device(arguments.device)
+    device, dtype = torch.device(arguments.device), run.settings.dtype
     attention = backends.build(FULL_PRECISION, **build_keywords(run, arguments))
     llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
@@ -178,7 +178,7 @@ def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) ->
         llama,
         layers,
         *(x.to(device) for x in tokens),
-        autocast=lambda: torch.autocast(device.type, run.dtype, enabled=run.dtype is not torch.float32),
+        autocast=lambda: torch.autocast(device.type, dtype, enabled=dtype is not torch.float32),
     )
 
 

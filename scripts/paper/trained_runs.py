@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import model.huggingface
@@ -43,11 +42,6 @@ class TrainedRun:
     @property
     def sequences_per_step(self) -> int:
         return self.settings.tokens_per_step // self.settings.context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of q, k and v in the run."""
-        return getattr(torch, self.settings.hardware.dtype)
 
 
 def parser_of(program: str, description: str | None, examples: str | None, out: str) -> ArgumentParser:
