@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.files import write_text
 from common.terminal import command_parser
@@ -31,14 +31,9 @@ SAME = 0.1
 FIELD = re.compile(r"\{\{(.+?)\}\}")
 
 
-class Share(NamedTuple):
-    """A claim holds in so many of the cases in which it was tried."""
-
-    holds: int
-    cases: int
-
-    def __str__(self) -> str:
-        return f"{self.holds} of {self.cases}"
+def share(held: Sequence[bool]) -> str:
+    """In how many of the cases in which it was tried a claim held."""
+    return f"{sum(held)} of {len(held)}"
 
 
 # --- Numbers and tables by name -----------------------------------------------------------------------------
@@ -86,7 +81,7 @@ def table1_facts(results: Path) -> dict[str, Any]:
     for row in read_json(results / "accuracy/accuracy.json")["shapes"]:
         shapes.setdefault((row["tokens"], row["head_dim"], row["causal"]), []).append(row)
     # All entries but one: dV at σ = 1 is out with every choice of scales that INT8 products allow.
-    give_it = [found.holds >= found.cases - 1 for found in map(same_errors, shapes.values())]
+    give_it = [sum(same) >= len(same) - 1 for same in map(same_errors, shapes.values())]
     lines = [
         [f"{row['sigma']:g}", row["variant"], *(f"{row[name][1]:.4f}" for name in TENSORS)]
         for row in table1["rows"]
@@ -95,21 +90,20 @@ def table1_facts(results: Path) -> dict[str, Any]:
     tiles = [f"{errors['dq'][1]:.3f} ({tile})" for tile, errors in table1["tiles"].items()]
     return {
         "table1": table(["σ", "", *TITLES.values()], lines),
-        "table1.row": same_errors(table1["rows"]),
-        "table1.shapes.row": Share(sum(give_it), len(give_it)),
+        "table1.row": share(same_errors(table1["rows"])),
+        "table1.shapes.row": share(give_it),
         "table1.tiles": ", ".join(tiles),
     }
 
 
-def same_errors(rows: Iterable[dict]) -> Share:
-    """How many of the relative L2 errors, with a scale per row, are within SAME of the paper's."""
-    same = [
+def same_errors(rows: Iterable[dict]) -> list[bool]:
+    """Which of the relative L2 errors, with a scale per row, are within SAME of the paper's."""
+    return [
         abs(row[name][1] - printed) <= SAME * printed
         for row in rows
         if row["variant"] == "row"
         for name, (_, printed) in zip(TENSORS, paper.TABLE_1[row["sigma"]], strict=True)
     ]
-    return Share(sum(same), len(same))
 
 
 #: {title: (file, run)}: the models whose gradients were measured.
@@ -175,7 +169,7 @@ def layer_facts(results: Path) -> dict[str, Any]:
         logit = max(row["statistics"]["largest_logit"] for row in rows)
         lines.append([name, "on" if qk_norm else "off", *cells, f"{logit:.0f}"])
     heads = [f"{words}, {PROBED[x]}" for words in ("`paper()`", "default") for x in ("dq", "dk")]
-    known: dict[str, Any] = {claim: Share(sum(held), len(held)) for claim, held in tried.items()}
+    known = {claim: share(held) for claim, held in tried.items()}
     return known | {"layers": table(["models", "QK-norm", *heads, "largest logit"], lines)}
 
 
@@ -221,7 +215,7 @@ def speed_facts(results: Path) -> dict[str, Any]:
     return {
         "speed": table(["causal, over", *(f"N {n}" for n in paper.LENGTHS)], lines),
         "speed.best": f"{max(flash):.2f}",
-        "speed.faster": Share(sum(over > 1 for over in flash), len(flash)),
+        "speed.faster": share([over > 1 for over in flash]),
     }
 
 

@@ -51,7 +51,7 @@ def test_numbers_are_those_of_the_json(known):
     assert line.split(" | ")[3] == f"{row['bias'][0]:.3f}"
     speeds = re.findall(r"\| FlashAttention-2, D (\d+) \|.*\| ([\d.]+) \|", known["speed"])
     assert speeds == [("64", "1.59"), ("128", "1.75")]
-    assert str(known["table1.row"]) == "19 of 20"
+    assert known["table1.row"] == "19 of 20"
 
 
 def test_gaps_are_those_of_the_stored_losses(known):
