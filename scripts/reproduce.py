@@ -208,10 +208,8 @@ def can_be_read(directory: RunDirectory, item: Item) -> bool:
 
 def stages(runs: Sequence[Run]) -> list[list[Run]]:
     """First the runs that need no others, then those that start from them."""
-    return [
-        [run for run in runs if run.after is None],
-        [run for run in runs if run.after is not None],
-    ]
+    first = [run for run in runs if run.after is None]
+    return [first, [run for run in runs if run.after is not None]]
 
 
 def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:

@@ -69,8 +69,7 @@ def comparable_settings(path: Path) -> dict[str, Any]:
         settings = identity.completed(identity.read(config))
     except ValueError as error:
         raise ValueError(f"{config} is damaged ({error}); restore it") from error
-    options = {group: _nearest_option(group, settings) for group in GROUPS}
-    settings = options | settings
+    settings = {group: _nearest_option(group, settings) for group in GROUPS} | settings
     if text := fingerprint(RunDirectory(path)):
         settings["text"] = str(text)[:8]
     return {name: it for name, it in settings.items() if not f"{name}=".startswith(UNNAMED)}

@@ -40,7 +40,6 @@ from scripts.output import SCRATCH, finite, with_ending, write_markdown
 
 PROGRAM = "python -m scripts.bench.share"
 EXAMPLES = f"""examples:
-  {PROGRAM}
   only what is common, in three minutes
       {PROGRAM} --lengths 4096 --head-dims 128 --minutes 3
   only the kernels that calls run by default

@@ -195,10 +195,9 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
     """
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
     steps = config["steps"] or (config["total_tokens"] or PAPER_TOKENS) // tokens_per_step
-    gain, sequences = config["model"].get("qk_norm_gain", 1.0), config.get("train_sequences")
     unusual = {
-        "qk_norm_gain": (gain, 1.0),
-        "train_sequences": (sequences, None),
+        "qk_norm_gain": (config["model"].get("qk_norm_gain", 1.0), 1.0),
+        "train_sequences": (config.get("train_sequences"), None),
         "branch_step": (config.get("branch_step"), None),  # each seed has a trunk of its own
     }
     return {
