@@ -30,8 +30,9 @@ import functools
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -112,7 +113,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 # ---------------------------------------------------------------------- runs
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Run:
     """A run of a comparison."""
 
     path: Path
@@ -121,7 +123,6 @@ class Run(NamedTuple):
     settings: dict[str, Any]
     records: Records
     diverged_at: int | None  # the step
-    curves: dict[str, tuple[np.ndarray, np.ndarray]]  # tokens and losses, by key of metrics.jsonl
 
     @property
     def seed(self) -> str:
@@ -136,18 +137,26 @@ class Run(NamedTuple):
         counts = ((one.get("tokens"), one["step"]) for one in self.records)
         return next((tokens / step for tokens, step in counts if tokens and step), None)
 
-    def loss(self, key: str) -> float | None:
-        """At its end: NaN if it is not finite, None if there is none, or the run diverged."""
-        values = [record[key] for record in self.records if key in record]
-        if self.diverged_at is not None or not values:
-            return None
-        losses = self.curves[key][1]
-        return np.nan if values[-1] is None or not len(losses) else end_of(key, losses)
+    @functools.cached_property
+    def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Tokens and losses, by key of metrics.jsonl."""
+        return {key: series(self.records, key) for key in keys_of([self.records])}
+
+    @functools.cached_property
+    def losses(self) -> dict[str, float]:
+        """At its end, by key: NaN if it is not finite. Of a run that diverged there are none."""
+        found: dict[str, float] = {}
+        if self.diverged_at is not None:
+            return found
+        for key, (_, losses) in self.curves.items():
+            values = [record[key] for record in self.records if key in record]
+            if values:
+                found[key] = np.nan if values[-1] is None or not len(losses) else end_of(key, losses)
+        return found
 
     def has(self, key: str) -> bool:
         """Whether it has a loss that can be averaged and subtracted."""
-        loss = self.loss(key)
-        return loss is not None and bool(np.isfinite(loss))
+        return bool(np.isfinite(self.losses.get(key, np.nan)))
 
     def loss_at(self, key: str, tokens: float) -> float | None:
         """The loss that it had as its last after so many tokens; None if it has none there."""
@@ -164,9 +173,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     except (ValueError, OSError) as error:
         sys.exit(printable(f"{error}; or leave this run out"))
     records = [[{printable(k): v for k, v in line.items()} for line in lines] for lines in records]
-    curves = [{key: series(lines, key) for key in keys_of([lines])} for lines in records]
     names = names_of(differing(settings), paths)
-    found = zip(paths, names, settings, records, diverged, curves, strict=True)
+    found = zip(paths, names, settings, records, diverged, strict=True)
     return [Run(path, *name, *others) for path, name, *others in found]
 
 
@@ -297,7 +305,7 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
         members = [run for run in runs if run.group == group]
         of_group = [difference(runs, column, group, baselines) for column in columns]
         for run in members:
-            cells = [number(run.loss(column), ".4f") for column in columns]
+            cells = [number(run.losses.get(column), ".4f") for column in columns]
             if run.diverged_at is not None:
                 cells[0] = f"DIVERGED at step {run.diverged_at}"
             base = by_seed.get((baselines.get(group), run.seed))

@@ -21,7 +21,6 @@ from tests.trainer.test_checkpoint import checkpoints, make, train_step
 from trainer import identity
 from trainer.checkpoint import load_safely
 from trainer.export import _losses
-from trainer.plot import series
 from trainer.run_directory import CHECKSUM, RunDirectory, read_metrics, seal_text, verify_seal
 from trainer.settings import Settings
 
@@ -180,8 +179,7 @@ class Metrics(Reader):
 
     def read(self):
         records = read_metrics(self.file)
-        curves = {key: series(records, key) for key in compare.keys_of([records])}
-        runs = [compare.Run(self.folder, name, name, {}, records, None, curves) for name in "ab"]
+        runs = [compare.Run(self.folder, name, name, {}, records, None) for name in "ab"]
         compare.table(runs, {"b": "a"})
         list(_losses(records, 2))
 

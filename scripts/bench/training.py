@@ -169,10 +169,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add("--device", type=available_device, choices=("cuda", "cpu"), default="cuda", help=text)
     scratch = Path(tempfile.gettempdir())
     add("--runs-dir", type=Path, default=scratch, help="for the runs while they last (default %(default)s)")
-    out = SCRATCH / "training"
-    add(
-        "--out", type=Path, metavar="PREFIX", default=out, help="write PREFIX.json, .md (default %(default)s)"
-    )
+    text = "write PREFIX.json, .md (default %(default)s)"
+    add("--out", type=Path, metavar="PREFIX", default=SCRATCH / "training", help=text)
     arguments = parser.parse_args(argv)
     there = torch.cuda.device_count() if arguments.device == "cuda" else max(arguments.devices)
     if max(arguments.devices) > there:

@@ -96,9 +96,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     add("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
     add("--device", type=available_device, default="cpu", help="where to compute: cpu or cuda (default cpu)")
-    add(
-        "--out", type=Path, default=Path("runs/paper/table1.json"), help="file to write (default %(default)s)"
-    )
+    out = Path("runs/paper/table1.json")
+    add("--out", type=Path, default=out, help="file to write (default %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.device.startswith("cuda") and arguments.dtype == "float32":
         parser.error("--dtype float32: the kernels take float16 and bfloat16; use --device cpu")
