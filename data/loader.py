@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from data.mixture import MixedOrder, MixedTokens, Mixture
-from data.order import EpochOrder
 from data.tokens import TokenShards, count_sequences
 
 log = logging.getLogger(__name__)
@@ -42,13 +41,23 @@ class BatchLoader:
     ):
         """`sequences_per_step` counts all ranks together; `micro_batch` is sequences per rank and pass.
 
-        `sequences` uses the first so many of the text's sequences only; None: all, as a mixture always does.
+        `sequences` uses the first so many of the text's sequences only; None: all, as for a mixture.
         `separator` is the token that ends a document: batches then say where documents lie.
         `pin_memory` gives page-locked tensors, which copy to a GPU asynchronously.
         `sequences_per_step` is a multiple of `micro_batch` · `ranks`.
         Raises ValueError if the data has fewer than `sequences`, or not one.
         """
-        self.tokens, self.order = _cut(tokens, context, sequences, seed)
+        mixture = tokens if isinstance(tokens, Mixture) else Mixture((None,), (1,), (tokens,))
+        counts = [count_sequences(text, context) for text in mixture.texts]
+        if sequences is not None:
+            if not 1 <= sequences <= counts[0]:
+                raise ValueError(
+                    f"train_sequences={sequences}, but {tokens.name} holds {counts[0]} sequences of "
+                    f"context={context}; use 1 to {counts[0]}, or null for all"
+                )
+            counts = [sequences]
+        self.tokens = MixedTokens(mixture.texts, counts, context)
+        self.order = MixedOrder(mixture, counts, seed=seed)
         self.context = context
         self.sequences_per_step = sequences_per_step
         self.micro_batch = micro_batch
@@ -105,20 +114,6 @@ class BatchLoader:
     @functools.lru_cache(maxsize=2)  # noqa: B019 - one loader lives as long as its run
     def _indices(self, step: int) -> np.ndarray:
         return self.sequence_indices(step)
-
-
-def _cut(
-    tokens: TokenShards | Mixture, context: int, sequences: int | None, seed: int
-) -> tuple[TokenShards, EpochOrder] | tuple[MixedTokens, MixedOrder]:
-    if isinstance(tokens, Mixture):
-        return tokens.cut(context, seed=seed)
-    available = count_sequences(tokens, context)
-    if sequences is not None and not 1 <= sequences <= available:
-        raise ValueError(
-            f"train_sequences={sequences}, but {tokens.name} holds {available} sequences of "
-            f"context={context}; use 1 to {available}, or null for all"
-        )
-    return tokens, EpochOrder(sequences or available, seed=seed)
 
 
 def evaluation_batches(

@@ -1,4 +1,4 @@
-"""Several texts read in fixed proportions.
+"""Several texts read in fixed proportions, or one.
 
 Which source sample k of a run comes from is a function of the weights and k alone. After any number of
 samples, each source has given its share of them to within one: less than one too many or too few.
@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from data.order import EpochOrder
-from data.tokens import TokenShards, count_sequences
+from data.order import shuffled
+from data.tokens import TokenShards
 
 LONGEST_PERIOD = 1_000_000  # samples after which a mixture repeats; its schedule is a table of this length
 
@@ -101,14 +101,9 @@ def _one_period(weights: Sequence[int]) -> np.ndarray:
 class Mixture:
     """The training text of a run with several sources."""
 
-    names: tuple[str, ...]
+    names: tuple[str | None, ...]  # None: a run's only text
     weights: tuple[int, ...]
     texts: tuple[TokenShards, ...]
-
-    def cut(self, context: int, *, seed: int) -> tuple["MixedTokens", "MixedOrder"]:
-        """The tokens and the order of sequences of `context` tokens. Raises ValueError if a text has none."""
-        counts = [count_sequences(text, context) for text in self.texts]
-        return MixedTokens(self.texts, counts, context), MixedOrder(self, counts, seed=seed)
 
 
 class MixedTokens:
@@ -125,27 +120,33 @@ class MixedTokens:
 
 
 class MixedOrder:
-    """The order of all sequences of a mixture, numbered one source after the other. See EpochOrder."""
+    """The order of all sequences of a mixture, numbered one source after the other.
+
+    Sample k of a run is the k-th sequence that it reads, counted from 0.
+    """
 
     def __init__(self, mixture: Mixture, counts: Sequence[int], *, seed: int):
         self.names = mixture.names
         self.sequences = sum(counts)
+        self.counts = np.array(counts, np.int64)
         self.schedule = Schedule(mixture.weights)
-        self.orders = [
-            EpochOrder(count, seed=seed ^ _hash(name))
-            for name, count in zip(mixture.names, counts, strict=True)
-        ]
+        self.seeds = [seed ^ (_hash(name) if name else 0) for name in mixture.names]
         self._starts = np.cumsum([0, *counts[:-1]], dtype=np.int64)
 
     def indices(self, samples: np.ndarray) -> np.ndarray:
         """Which sequence each sample is; int64, (N,)."""
-        return self._of_each_source(
-            samples, lambda source, own: self._starts[source] + self.orders[source].indices(own)
-        )
+        found = np.empty_like(samples)
+        sources, own = self.schedule(samples)
+        for source in np.unique(sources):
+            there = sources == source
+            indices = shuffled(own[there], int(self.counts[source]), seed=self.seeds[source])
+            found[there] = self._starts[source] + indices
+        return found
 
     def epochs(self, samples: np.ndarray) -> np.ndarray:
         """How often each sample's sequence was read before."""
-        return self._of_each_source(samples, lambda source, own: self.orders[source].epochs(own))
+        sources, own = self.schedule(samples)
+        return own // self.counts[sources]
 
     def epochs_done(self, samples: int) -> float:
         """Epochs of the source that is read most often, after so many samples."""
@@ -153,30 +154,21 @@ class MixedOrder:
 
     def epochs_of_sources(self, samples: int) -> list[float]:
         """Epochs of each source after so many samples of the mixture."""
-        counts = self.schedule.counts(samples)
-        return [order.epochs_done(int(count)) for order, count in zip(self.orders, counts, strict=True)]
+        return (self.schedule.counts(samples) / self.counts).tolist()
 
     def text_of(self, index: int) -> str | None:
-        """The name of the source of a sequence."""
+        """The name of the source of a sequence, if it has one."""
         return self.names[int(np.searchsorted(self._starts, index, side="right")) - 1]
 
     def description(self, samples: int, *, context: int) -> list[str]:
-        """A line for each source: its share, and how much of it so many samples read."""
+        """A line for each source that has a name: its share, and how much of it so many samples read."""
         weights, counts = self.schedule.weights, self.schedule.counts(samples)
         rows = zip(self.names, weights / weights.sum(), counts, self.epochs_of_sources(samples), strict=True)
         return [
             f"{name}: {share:.4g} of the sequences, {count * context:,} tokens; it is read {epochs:.3g} times"
             for name, share, count, epochs in rows
+            if name
         ]
-
-    def _of_each_source(self, samples, values) -> np.ndarray:
-        """values(source, numbers of its own samples), at the places of the samples that are from it."""
-        found = np.empty_like(samples)
-        sources, own = self.schedule(samples)
-        for source in np.unique(sources):
-            there = sources == source
-            found[there] = values(source, own[there])
-        return found
 
 
 def _hash(name: str) -> int:

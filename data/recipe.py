@@ -278,19 +278,15 @@ def _read_entry(where: str, entry: Any, keys: dict[str, type]) -> dict[str, Any]
             found[key] = None if value is None else keys[key](value)
         except (TypeError, ValueError):
             raise ValueError(f"{where}.{key}={value} must be a number") from None
-    if "source" not in found and "name" in found:
-        found["source"] = "huggingface"
     if "source" not in found:
-        if "path" not in found:
-            raise ValueError(
-                f"{where} needs {where}.path=FILE (or a folder, or a quoted glob such as 'DIR/*')"
-            )
-        found["source"] = _kind_of(where, found["path"])
+        found["source"] = "huggingface" if "name" in found else _kind_of(where, found.get("path"))
     return found
 
 
-def _kind_of(where: str, path: str) -> str:
+def _kind_of(where: str, path: str | None) -> str:
     """The kind of text, by the names of the files. Raises ValueError if they do not say."""
+    if path is None:
+        return "text"  # which says that it needs a path
     kinds = _kinds(path)
     if not kinds and (folder := Path(path).expanduser()).is_dir():
         kinds = sorted({kind for file in folder.rglob("*") for kind in _kinds(file.name)})

@@ -3,7 +3,6 @@
 import base64
 import importlib.util
 import logging
-import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -168,7 +167,7 @@ class Tiktoken(Tokenizer):
         return len(self.encoding.decode_bytes(ids[ids != self.end_of_text].tolist()))
 
     def to_huggingface(self) -> huggingface.Tokenizer:
-        return byte_pair_encoding(_ranks(self.encoding), words=True)
+        return byte_pair_encoding(self.encoding._mergeable_ranks, words=True)
 
 
 class Gigatoken(Tiktoken):
@@ -176,28 +175,19 @@ class Gigatoken(Tiktoken):
 
     def __init__(self, encoding: tiktoken.Encoding):
         super().__init__(encoding)
-        import awkward  # optional, as gigatoken is, which may be installed without it
+        import awkward  # noqa: F401 - holds the ids; gigatoken may be installed without it
         import gigatoken
 
-        self._awkward = awkward
         with tempfile.TemporaryDirectory() as folder:
-            path = os.path.join(folder, "ranks.tiktoken")
-            _write_ranks(encoding, path)
+            path = Path(folder, "ranks.tiktoken")
+            ranks = encoding._mergeable_ranks.items()
+            path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks))
             # Without special tokens: with them, "<|endoftext|>" in a text would become the id of end-of-text.
             self._gigatoken = gigatoken.Tokenizer.from_tiktoken(path, pretokenizer="gpt2", special_tokens={})
 
     def encode_batch(self, texts: pa.LargeStringArray) -> tuple[np.ndarray, np.ndarray]:
-        documents = self._gigatoken.encode_batch(self._as_awkward(texts)).layout
+        documents = self._gigatoken.encode_batch(texts.to_pylist()).layout
         return documents.content.data, documents.offsets.data
-
-    def _as_awkward(self, texts: pa.LargeStringArray):
-        """The same buffers as an awkward array of strings, which gigatoken reads without copying."""
-        contents, index = self._awkward.contents, self._awkward.index
-        data, offsets = utf8(texts)
-        characters = contents.NumpyArray(data, parameters={"__array__": "char"})
-        return self._awkward.Array(
-            contents.ListOffsetArray(index.Index64(offsets), characters, parameters={"__array__": "string"})
-        )
 
 
 class FromFile(Tokenizer):
@@ -253,16 +243,3 @@ def _gpt2_encoding() -> tiktoken.Encoding:
             "machine that has it and set TIKTOKEN_CACHE_DIR to that folder. data.tokenizer=bytes needs no "
             "download"
         ) from error
-
-
-def _ranks(encoding: tiktoken.Encoding) -> dict[bytes, int]:
-    """The id of every token but the special ones."""
-    special = encoding._special_tokens.values()
-    return {encoding.decode_single_token_bytes(i): i for i in range(encoding.n_vocab) if i not in special}
-
-
-def _write_ranks(encoding: tiktoken.Encoding, path: str) -> None:
-    """Write the vocabulary as a .tiktoken file: base64 of the bytes, a space, the rank, a line each."""
-    with open(path, "wb") as file:
-        for token, rank in _ranks(encoding).items():
-            file.write(base64.b64encode(token) + b" %d\n" % rank)

@@ -92,7 +92,7 @@ class TokenShards:
         self.name = name
         self._sizes = np.concatenate([np.zeros((1, 2), np.int64), *sizes])
         self._arrays = arrays
-        self._ends = np.cumsum([len(array) for array in arrays], dtype=np.int64)
+        self._starts = np.cumsum([0, *map(len, arrays)], dtype=np.int64)  # and the end
 
     @classmethod
     def open(cls, folder: Path, manifest: Manifest, split: str, *, full: bool = False) -> "TokenShards":
@@ -108,7 +108,7 @@ class TokenShards:
 
     def __len__(self) -> int:
         """Number of tokens."""
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
     def window(self, start: int, length: int) -> np.ndarray:
         """Tokens start … start + length − 1, uint16 or uint32 as stored.
@@ -118,11 +118,10 @@ class TokenShards:
         if start < 0 or length < 0 or start + length > len(self):
             raise IndexError(f"tokens {start} to {start + length} of {self.name}, which has {len(self)}")
         parts = []
-        shard = int(np.searchsorted(self._ends, start, side="right"))
+        shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         while length > 0:
-            array = self._arrays[shard]
-            offset = start - (int(self._ends[shard]) - len(array))
-            parts.append(array[offset : offset + length])
+            offset = start - int(self._starts[shard])
+            parts.append(self._arrays[shard][offset : offset + length])
             start += len(parts[-1])
             length -= len(parts[-1])
             shard += 1

@@ -70,10 +70,6 @@ default settings and through transformers' own code for FlashAttention.
 """
 
 
-class BuildError(ValueError):
-    """A source that cannot become part of the kernel; the message names it and says what to change."""
-
-
 @ends_with_message()
 def main(argv: list[str] | None = None) -> None:
     parser = command_parser("python -m scripts.build_hub_kernel", __doc__)
@@ -88,10 +84,10 @@ def build(out: Path, package: Path = PACKAGE) -> list[Path]:
     """Write the kernel repository, and return the folders of its variants.
 
     Raises:
-        BuildError: a source names the installed package, or ``out`` is a folder of something else.
+        ValueError: a source names the installed package, or ``out`` is a folder of something else.
     """
     if others := sorted(path.name for path in out.glob("*") if path.name not in WRITTEN):
-        raise BuildError(f"{out} has other files ({', '.join(others)}); give an empty folder, or a new one")
+        raise ValueError(f"{out} has other files ({', '.join(others)}); give an empty folder, or a new one")
     files = {path: rewrite(path, package) for path in sources(package)}
     name = package.name
     if (out / "build").exists():
@@ -139,7 +135,7 @@ def with_namespace(text: str, name: str, namespace: str) -> str:
     """``_ops.py`` with another namespace."""
     line = f'NAMESPACE = "{name}"\n'
     if line not in text:
-        raise BuildError(f"_ops.py has no line {line.strip()}; the operators would clash with the package's")
+        raise ValueError(f"_ops.py has no line {line.strip()}; the operators would clash with the package's")
     return text.replace(line, f'NAMESPACE = "{namespace}"\n')
 
 
@@ -168,10 +164,10 @@ def imports_from(tree: ast.Module, name: str) -> Iterator[tuple[str, int]]:
 
 
 def check(path: Path, tree: ast.Module, name: str) -> None:
-    """Raise BuildError where a source names the installed package, which need not be there."""
+    """Raise ValueError where a source names the installed package, which need not be there."""
     for node in ast.walk(tree):
         if names_package(node, name):
-            raise BuildError(
+            raise ValueError(
                 f"{path}, line {node.lineno} names the installed package; write `from {name}… import …`, and "
                 f"take operators from {name}/_ops.py"
             )

@@ -29,9 +29,10 @@ from __future__ import annotations
 import functools
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +49,8 @@ from trainer.run_directory import RunDirectory
 RESULTS = Path(__file__).parents[1] / "results"
 PICTURES = (".png", ".pdf", ".svg")
 
-TRAINING = "training loss"
+#: Keys of metrics.jsonl that are columns under another name.
+TITLES = {"loss": "training loss", "val_loss": "validation loss"}
 
 Records = list[dict[str, Any]]  # of a metrics.jsonl
 
@@ -111,18 +113,20 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
 # ---------------------------------------------------------------------- runs
 
 
-class Run(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Run:
     """A run of a comparison."""
 
     path: Path
     label: str
     group: str  # the label without the seed
-    seed: str
     settings: dict[str, Any]
     records: Records
     diverged_at: int | None  # the step
-    curves: dict[str, tuple[np.ndarray, np.ndarray]]  # tokens and losses, by column of the table
-    losses: dict[str, float]  # at its end; NaN for what is not finite
+
+    @property
+    def seed(self) -> str:
+        return str(self.settings.get("seed"))
 
     @property
     def is_full_precision(self) -> bool:
@@ -133,14 +137,31 @@ class Run(NamedTuple):
         counts = ((one.get("tokens"), one["step"]) for one in self.records)
         return next((tokens / step for tokens, step in counts if tokens and step), None)
 
-    def has(self, column: str) -> bool:
-        """Whether it has a loss that can be averaged and subtracted."""
-        return column in self.curves and bool(np.isfinite(self.losses.get(column, np.nan)))
+    @functools.cached_property
+    def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """Tokens and losses, by key of metrics.jsonl."""
+        return {key: series(self.records, key) for key in keys_of([self.records])}
 
-    def loss_at(self, column: str, tokens: float) -> float | None:
+    @functools.cached_property
+    def losses(self) -> dict[str, float]:
+        """At its end, by key: NaN if it is not finite. Of a run that diverged there are none."""
+        found: dict[str, float] = {}
+        if self.diverged_at is not None:
+            return found
+        for key, (_, losses) in self.curves.items():
+            values = [record[key] for record in self.records if key in record]
+            if values:
+                found[key] = np.nan if values[-1] is None or not len(losses) else end_of(key, losses)
+        return found
+
+    def has(self, key: str) -> bool:
+        """Whether it has a loss that can be averaged and subtracted."""
+        return bool(np.isfinite(self.losses.get(key, np.nan)))
+
+    def loss_at(self, key: str, tokens: float) -> float | None:
         """The loss that it had as its last after so many tokens; None if it has none there."""
-        counts, losses = self.curves[column]
-        return end_of(column, losses[counts <= tokens]) if tokens in counts else None
+        counts, losses = self.curves[key]
+        return end_of(key, losses[counts <= tokens]) if tokens in counts else None
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -151,61 +172,20 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         diverged = [RunDirectory(path).diverged_at() for path in paths]
     except (ValueError, OSError) as error:
         sys.exit(printable(f"{error}; or leave this run out"))
+    records = [[{printable(k): v for k, v in line.items()} for line in lines] for lines in records]
     names = names_of(differing(settings), paths)
-    return [
-        read_run(path, *name, own, [{printable(k): v for k, v in line.items()} for line in lines], step)
-        for path, name, own, lines, step in zip(paths, names, settings, records, diverged, strict=True)
-    ]
+    found = zip(paths, names, settings, records, diverged, strict=True)
+    return [Run(path, *name, *others) for path, name, *others in found]
 
 
-def read_run(
-    path: Path,
-    label: str,
-    group: str,
-    settings: dict[str, Any],
-    records: Records,
-    diverged: int | None = None,
-) -> Run:
-    return Run(
-        path,
-        label,
-        group,
-        seed=str(settings.get("seed")),
-        settings=settings,
-        records=records,
-        diverged_at=diverged,
-        curves={column: series(records, key) for column, key in keys_of(records).items()},
-        losses={} if diverged else losses_in(records),
-    )
+def keys_of(runs: Iterable[Records]) -> list[str]:
+    """The losses in metrics.jsonl, each a column of the table."""
+    return [*TITLES, *(SET + name for name in named_sets(runs))]
 
 
-def keys_of(records: Records) -> dict[str, str]:
-    """The key of metrics.jsonl of each column of the table."""
-    sets = [SET + name for name in named_sets([records])]
-    return {TRAINING: "loss", "validation loss": "val_loss", **dict(zip(sets, sets, strict=True))}
-
-
-def losses_in(records: Records) -> dict[str, float]:
-    """The losses of a run at its end, by column of the table."""
-    keys = keys_of(records)
-    found = {column: last for column, key in keys.items() if (last := last_of(records, key)) is not None}
-    losses = series(records, "loss")[1]
-    if len(losses) and np.isfinite(found.get(TRAINING, np.nan)):
-        found[TRAINING] = end_of(TRAINING, losses)
-    return found
-
-
-def end_of(column: str, losses: np.ndarray) -> float:
+def end_of(key: str, losses: np.ndarray) -> float:
     """The last loss, of training the mean over the last tenth."""
-    return last_tenth(losses).mean() if column == TRAINING else losses[-1]
-
-
-def last_of(records: Records, key: str) -> float | None:
-    """The last value of `key`, NaN if it was not finite, None if there is none."""
-    values = [record[key] for record in records if key in record]
-    if not values:
-        return None
-    return float("nan") if values[-1] is None else values[-1]
+    return last_tenth(losses).mean() if key == "loss" else losses[-1]
 
 
 def names_of(settings: Sequence[dict[str, Any]], paths: Sequence[Path]) -> list[tuple[str, str]]:
@@ -313,8 +293,7 @@ def default_out(paths: Sequence[Path]) -> Path:
 
 def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
     """A row for each run and one for each group of seeds, as Markdown. baselines: {group: its baseline}."""
-    sets = named_sets(run.records for run in runs)
-    columns = ["training loss", "validation loss", *(SET + name for name in sets)]
+    columns = keys_of(run.records for run in runs)
     by_seed = {(run.group, run.seed): run for run in runs}
 
     def row(first: list[str], cells: list[str], minus: list[str], last: str) -> list[str]:
@@ -340,7 +319,8 @@ def table(runs: Sequence[Run], baselines: dict[str, str]) -> str:
         if len(members) > 1:
             means = [at_last_shared(members, column, mean_and_deviation) for column in columns]
             rows.append(row([f"{group}: mean ± std of {len(members)} seeds", "", ""], means, of_group, ""))
-    head = row(["run", "steps", "tokens"], columns, ["difference"] * len(columns), "tokens/s")
+    titles = [TITLES.get(column, column) for column in columns]
+    head = row(["run", "steps", "tokens"], titles, ["difference"] * len(columns), "tokens/s")
     return "\n".join(align(head, rows))
 
 

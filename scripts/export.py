@@ -77,7 +77,10 @@ def export_checkpoint(run: Path, step: int | None, out: Path | None, dtype: str)
 def load_checkpoint(directory: RunDirectory, settings: Settings, step: int) -> Llama:
     """The model of a checkpoint of a run with these settings, on the CPU. Raises as `export_checkpoint`."""
     path = checkpoint_of(directory.checkpoints, step)
-    sealed = sealed_in(path)
+    try:
+        sealed = read_seal(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"checkpoint {path} is damaged ({error}); use another --step") from error
     directory.check_checkpoint(path, sealed, settings)
     if sealed.get("tokenizer") not in (None, tokenizer_identity(settings.data.tokenizer)):
         raise ValueError(
@@ -89,14 +92,6 @@ def load_checkpoint(directory: RunDirectory, settings: Settings, step: int) -> L
     if bad := not_finite(llama, None, Ranks(0, 1, torch.device("cpu"))):
         raise ValueError(f"{path} holds NaN or Inf in {len(bad)} weights ({first(bad)}); use another --step")
     return llama
-
-
-def sealed_in(path: Path) -> dict:
-    """What was saved with a checkpoint. Raises ValueError if its seal is damaged."""
-    try:
-        return read_seal(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path} is damaged ({error}); use another --step") from error
 
 
 if __name__ == "__main__":

@@ -51,12 +51,9 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table whose columns of numbers, but for the first, are aligned to the right."""
     rows = [list(row) for row in rows]
     columns = list(zip(*rows, strict=True))[1:]
-    rule = ["---", *("---:" if all(map(is_number, column)) else "---" for column in columns)]
+    are_numbers = (all(cell[:1] in ("", *"0123456789.+-±<>∞") for cell in column) for column in columns)
+    rule = ["---", *("---:" if right else "---" for right in are_numbers)]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
-
-
-def is_number(cell: str) -> bool:
-    return cell[:1] in ("", *"0123456789.+-±<>∞")
 
 
 # --- Files --------------------------------------------------------------------------------------------------

@@ -1,9 +1,6 @@
 """Reproduce the paper's tables and figures, one command each.
 
     python -m scripts.reproduce --list
-    python -m scripts.reproduce table1
-    python -m scripts.reproduce figure1a --gpus 0,1 --per-gpu 2 -- data=parquet 'data.path=corpus/*.parquet'
-    python -m scripts.reproduce --all --scale full
 
 An item (configs/paper/ITEM.yaml) trains the runs it needs, measures, and writes ITEM.json (or ITEM.json.gz)
 and a picture to a folder of runs/reproduce/results. The committed numbers in results/ change only with
@@ -148,15 +145,11 @@ def check(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
         parser.error("there is no train.py here; run this from the root of the checkout")
     if bool(arguments.items) == arguments.all:
         parser.error("name what to reproduce, or --all; --list shows the names")
+    missing = [one for one in items().values() if not list(arguments.results.glob(f"{one.result}.json*"))]
     try:
-        arguments.items = [find(name) for name in arguments.items] or missing(arguments.results)
+        arguments.items = [find(name) for name in arguments.items] or missing
     except KeyError as error:
         parser.error(f"there is no item {error}; choose among {', '.join(items())}")
-
-
-def missing(results: Path) -> list[Item]:
-    """The items without a result in the folder."""
-    return [item for item in items().values() if not list(results.glob(f"{item.result}.json*"))]
 
 
 def listing() -> str:
@@ -215,10 +208,8 @@ def can_be_read(directory: RunDirectory, item: Item) -> bool:
 
 def stages(runs: Sequence[Run]) -> list[list[Run]]:
     """First the runs that need no others, then those that start from them."""
-    return [
-        [run for run in runs if run.after is None],
-        [run for run in runs if run.after is not None],
-    ]
+    first = [run for run in runs if run.after is None]
+    return [first, [run for run in runs if run.after is not None]]
 
 
 def train(runs: Sequence[Run], arguments: argparse.Namespace) -> bool:
@@ -290,8 +281,7 @@ def identifying(command: Sequence[str]) -> set[str]:
 def measure_command(text: str, runs: Sequence[Path], arguments: argparse.Namespace) -> list[str]:
     words = [sys.executable, "-m"]
     for word in text.split():
-        filled = word.replace("{results}", str(arguments.results)).replace("{scale}", arguments.scale)
-        words += map(str, runs) if word == "{runs}" else [filled]
+        words += map(str, runs) if word == "{runs}" else [word.replace("{results}", str(arguments.results))]
     return words
 
 

@@ -18,7 +18,7 @@ from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader
 from scripts.output import printable
 from trainer import identity
-from trainer.run_directory import UNNAMED, RunDirectory, checkpoints_in, read_seal, steps_in
+from trainer.run_directory import UNNAMED, RunDirectory, checkpoints_in, read_seal
 from trainer.settings import Settings
 
 #: Folders of a run that hold no runs, and may hold many files.
@@ -69,8 +69,7 @@ def comparable_settings(path: Path) -> dict[str, Any]:
         settings = identity.completed(identity.read(config))
     except ValueError as error:
         raise ValueError(f"{config} is damaged ({error}); restore it") from error
-    options = {group: _nearest_option(group, settings) for group in GROUPS}
-    settings = options | settings
+    settings = {group: _nearest_option(group, settings) for group in GROUPS} | settings
     if text := fingerprint(RunDirectory(path)):
         settings["text"] = str(text)[:8]
     return {name: it for name, it in settings.items() if not f"{name}=".startswith(UNNAMED)}
@@ -167,12 +166,6 @@ def training_loader(settings: Settings, corpus: Corpus) -> BatchLoader:
         seed=settings.seed,
         sequences=settings.train_sequences,
     )
-
-
-def milestones(directory: RunDirectory, settings: Settings) -> list[int]:
-    """The steps of the checkpoints that exist because of milestone_every."""
-    every = settings.milestone_every
-    return [step for step in steps_in(directory.checkpoints) if every and step % every == 0]
 
 
 def fingerprint(directory: RunDirectory) -> str | None:

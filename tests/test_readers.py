@@ -179,7 +179,7 @@ class Metrics(Reader):
 
     def read(self):
         records = read_metrics(self.file)
-        runs = [compare.read_run(self.folder, name, name, {}, records, None) for name in "ab"]
+        runs = [compare.Run(self.folder, name, name, {}, records, None) for name in "ab"]
         compare.table(runs, {"b": "a"})
         list(_losses(records, 2))
 

@@ -38,7 +38,7 @@ def may_change(name: str) -> bool:
 
 def of_rank(settings: Settings) -> dict[str, Any]:
     """What all ranks of a run must have in common, besides its text: settings, code and versions."""
-    kept = {name: value for name, value in _flat(settings.recorded()).items() if not PLACES.fullmatch(name)}
+    kept = {name: value for name, value in flat(settings.recorded()).items() if not PLACES.fullmatch(name)}
     return kept | software()
 
 
@@ -75,7 +75,7 @@ def restored(stored: dict[str, Any]) -> DictConfig:
 
 def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[Difference]:
     """The settings that make it another run. Both as `Settings.recorded` gives them."""
-    old, new = completed(stored), _flat(current)
+    old, new = completed(stored), flat(current)
     return [
         (key, old.get(key), new.get(key))
         for key in sorted(old.keys() | new.keys())
@@ -94,17 +94,18 @@ def completed(stored: dict[str, Any]) -> dict[str, Any]:
     if "attention" in stored:
         with suppress(ValueError):  # a backend or setting that was removed is compared as stored
             stored = {**stored, "attention": backends.read(stored["attention"]).recorded()}
-    return _defaults() | _flat(stored)
+    return _defaults() | flat(stored)
 
 
 @functools.cache
 def _defaults() -> dict[str, Any]:
-    defaults = _flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
+    defaults = flat(OmegaConf.to_container(OmegaConf.structured(Settings)))
     return {name: value for name, value in defaults.items() if value != MISSING}
 
 
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optimizer.lr": 3e-5, …}, of settings within settings."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return found

@@ -9,7 +9,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -53,6 +53,19 @@ class Unit:
     def batches(self) -> Iterator[Batch]:
         """Read the unit from its start. Raises ValueError, naming file and row, for unusable text."""
         raise NotImplementedError
+
+
+class Part(NamedTuple):
+    """Bytes start … stop − 1 of a file."""
+
+    file: Path
+    start: int
+    stop: int
+    ends_document: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,20 @@ def units_of(kind: type[Unit], pieces: Iterable[Any], split: str | None, **field
         kind(text_bytes=sum(piece.size for piece in group), split=split, pieces=tuple(group), **fields)
         for group in groups
     ]
+
+
+def batches_of(texts: Iterable[tuple[str | None, bool]]) -> Iterator[Batch]:
+    """Batches of about BATCH_BYTES. texts: in order, each with whether it ends its document."""
+    batch: list[str | None] = []
+    size = 0
+    for text, ends_document in texts:
+        batch.append(text)
+        size += len(text or "")
+        if size >= BATCH_BYTES or not ends_document:
+            yield Batch(pa.array(batch, pa.large_string()), continues=not ends_document)
+            batch, size = [], 0
+    if batch:
+        yield Batch(pa.array(batch, pa.large_string()))
 
 
 def check_column(schema: pa.Schema, where: str, column: str) -> None:

@@ -7,17 +7,16 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
-
-import pyarrow as pa
+from typing import BinaryIO
 
 from data.settings import DataSettings
 from data.sources import (
-    BATCH_BYTES,
     UNIT_BYTES,
     Batch,
+    Part,
     Source,
     Unit,
+    batches_of,
     is_compressed,
     line_number,
     opened,
@@ -28,37 +27,18 @@ LONGEST_LINE = 256 << 20  # bytes; reading a line takes some ten times as much m
 TYPICAL_RATIO = 4  # of a compressed text: only its division into units depends on it
 
 
-class ByteRange(NamedTuple):
-    """The lines of a file that begin in start … stop − 1; all lines of a compressed file."""
-
-    file: Path
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True, kw_only=True)
 class JsonlUnit(Unit):
-    pieces: tuple[ByteRange, ...]
+    pieces: tuple[Part, ...]  # the lines of a file that begin there; all lines of a compressed file
     key: str
 
     def batches(self) -> Iterator[Batch]:
-        texts: list[str | None] = []
-        size = 0
-        for part in self.pieces:
-            for offset, line in _lines(part):
-                if line.isspace():
-                    continue
-                texts.append(self._text(part.file, offset, line))
-                size += len(line)
-                if size >= BATCH_BYTES:
-                    yield Batch(pa.array(texts, pa.large_string()))
-                    texts, size = [], 0
-        if texts:
-            yield Batch(pa.array(texts, pa.large_string()))
+        return batches_of(
+            (self._text(part.file, offset, line), True)
+            for part in self.pieces
+            for offset, line in _lines(part)
+            if not line.isspace()
+        )
 
     def _text(self, file: Path, offset: int, line: bytes) -> str | None:
         try:
@@ -93,13 +73,13 @@ def units(files: list[Path], settings: DataSettings, split: str | None = None) -
 SOURCE = Source(units, suffixes=(".jsonl", ".jsonl.gz", ".jsonl.zst"), settings=("column",))
 
 
-def _ranges(file: Path, size: int) -> list[ByteRange]:
+def _ranges(file: Path, size: int) -> list[Part]:
     if is_compressed(file):
-        return [ByteRange(file, 0, size * TYPICAL_RATIO)] if size else []
-    return [ByteRange(file, start, min(start + UNIT_BYTES, size)) for start in range(0, size, UNIT_BYTES)]
+        return [Part(file, 0, size * TYPICAL_RATIO)] if size else []
+    return [Part(file, start, min(start + UNIT_BYTES, size)) for start in range(0, size, UNIT_BYTES)]
 
 
-def _lines(part: ByteRange) -> Iterator[tuple[int, bytes]]:
+def _lines(part: Part) -> Iterator[tuple[int, bytes]]:
     """The lines of a range with the offset each begins at."""
     all_of_it = is_compressed(part.file)
     try:

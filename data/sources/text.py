@@ -10,17 +10,16 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
-
-import pyarrow as pa
 
 from data.settings import DataSettings
 from data.sources import (
     BATCH_BYTES,
     UNIT_BYTES,
     Batch,
+    Part,
     Source,
     Unit,
+    batches_of,
     effective_fraction,
     line_number,
     units_of,
@@ -32,35 +31,12 @@ CUT = re.compile(rb"[ \n](?=[!-~\xc3-\xe0\xe4-\xf4])")
 CUT_WINDOW = 1 << 20  # bytes searched for a place to cut; text without any is cut between two characters
 
 
-class Part(NamedTuple):
-    """Bytes start … stop − 1 of a file."""
-
-    file: Path
-    start: int
-    stop: int
-    ends_document: bool
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextUnit(Unit):
     pieces: tuple[Part, ...]
 
     def batches(self) -> Iterator[Batch]:
-        texts: list[str] = []
-        size = 0
-        for part in self.pieces:
-            for text, ends_document in _read(part):
-                texts.append(text)
-                size += len(text)
-                if size >= BATCH_BYTES or not ends_document:
-                    yield Batch(pa.array(texts, pa.large_string()), continues=not ends_document)
-                    texts, size = [], 0
-        if texts:
-            yield Batch(pa.array(texts, pa.large_string()))
+        return batches_of(text for part in self.pieces for text in _read(part))
 
 
 def units(files: list[Path], settings: DataSettings, split: str | None = None) -> list[Unit]:

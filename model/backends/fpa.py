@@ -118,7 +118,7 @@ class Settings(Attention):
         if FA4 in order and self.sdpa is None:
             why = flash_attention_4.why_not(device, dtype, d_head)
             _say_once(f"{why}. Full precision runs {TITLES[kernel]}")
-        return _sdpa_backend(_pin(KERNELS[kernel]), TITLES[kernel], longest_document, kernel == "flash")
+        return _sdpa_backend(pinned(kernel), TITLES[kernel], longest_document, kernel == "flash")
 
     def saved_bytes(self, q: Tensor, k: Tensor, *, device: str) -> SavedBytes:
         """The math kernel keeps P (B, H, N, N) and all heads of q, k, v in float32."""
@@ -235,7 +235,10 @@ def usable_kernels(device: torch.device, dtype: torch.dtype, d_head: int, is_gqa
     return {name for name, can_run in usable.items() if can_run}
 
 
-def _pin(kernel: SDPBackend) -> AttentionFn:
+def pinned(name: str) -> AttentionFn:
+    """scaled_dot_product_attention by one of KERNELS; RuntimeError where that cannot run."""
+    kernel = KERNELS[name]
+
     def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
         # cuDNN does not support a single key (generation from a one-token prompt); the math kernel does.
         chosen = kernel if k.shape[-2] > 1 else SDPBackend.MATH

@@ -291,7 +291,6 @@ torch.library.register_autograd(
     add_op_namespace_prefix("forward"), _differentiate, setup_context=_set_up_context
 )
 torch.library.register_autograd(add_op_namespace_prefix("backward"), _refuse)
-when_imported("torch.utils.flop_counter", lambda: import_module(".flops", __package__).register())
 when_imported("torch.distributed.tensor", lambda: import_module(".sharding", __package__).register())
 
 

@@ -40,7 +40,6 @@ from scripts.output import SCRATCH, finite, with_ending, write_markdown
 
 PROGRAM = "python -m scripts.bench.share"
 EXAMPLES = f"""examples:
-  {PROGRAM}
   only what is common, in three minutes
       {PROGRAM} --lengths 4096 --head-dims 128 --minutes 3
   only the kernels that calls run by default
@@ -96,9 +95,9 @@ def leave_out_wrong(
         inputs = draw_inputs(shape, dtype, device, arguments.seed)
         exact = exact_result(shape, inputs)
         for implementation in implementations:
-            trial = try_out(implementation, shape, inputs, exact)
-            if trial.status == FAILED:
-                wrong.setdefault(implementation.name, f"{FAILED}: {trial.reason} at {shape}")
+            row, _ = try_out(implementation, shape, inputs, exact)
+            if row.status == FAILED:
+                wrong.setdefault(implementation.name, f"{FAILED}: {row.reason} at {shape}")
     return [x for x in implementations if x.name not in wrong], wrong
 
 

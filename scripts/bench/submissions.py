@@ -68,16 +68,8 @@ def renewed(page: str, results: dict[str, dict[str, Any]]) -> str:
 
 def page_of(results: dict[str, dict[str, Any]]) -> str:
     """The generated part of docs/gpus.md, from {file name: result}."""
-    header = [
-        "GPU",
-        "compute capability",
-        "power limit, W",
-        "SM clock, MHz",
-        "driver",
-        "torch",
-        "date",
-        "file",
-    ]
+    header = ["GPU", "compute capability", "power limit, W", "SM clock, MHz", "driver", "torch"]
+    header += ["date", "file"]
     parts = ["\n".join(align(header, [_machine(name, result) for name, result in results.items()]))]
     for name, result in results.items():
         rows = rows_of(result)

@@ -7,7 +7,7 @@ import time
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,20 +33,6 @@ class Inputs(NamedTuple):
     grad_out: Tensor
 
 
-@dataclass(frozen=True)
-class Trial:
-    """An implementation at a shape, checked but not yet timed."""
-
-    implementation: Implementation
-    attend: Attend | None = None
-    status: str = PASSED
-    reason: str | None = None
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    extra_memory: float | None = None
-    digest: str | None = None
-    kernels: str | None = None
-
-
 def measure_shape(shape: Shape, implementations: list[Implementation], arguments: Namespace) -> list[Row]:
     """All rows of a shape: errors and memory of each implementation, then times in each mode."""
     if arguments.device.startswith("cuda"):
@@ -56,10 +42,10 @@ def measure_shape(shape: Shape, implementations: list[Implementation], arguments
         exact = exact_result(shape, sets[0])
     except torch.OutOfMemoryError as error:
         sets = []
-        trials = [Trial(x, status=REFUSED, reason=explain(error)) for x in implementations]
+        trials = [(Row(x.name, shape, "both", REFUSED, explain(error)), None) for x in implementations]
     else:
         trials = [try_out(x, shape, sets[0], exact) for x in implementations]
-    return [row for mode in arguments.modes for row in measure_mode(mode, shape, trials, sets, arguments)]
+    return [row for mode in arguments.modes for row in measure_mode(mode, trials, sets, arguments)]
 
 
 # --- Inputs and exact results -------------------------------------------------------------------------------
@@ -103,24 +89,28 @@ def sample(x: Tensor) -> Tensor:
 # --- Accuracy and memory ------------------------------------------------------------------------------------
 
 
-def try_out(implementation: Implementation, shape: Shape, inputs: Inputs, exact: AttentionResult) -> Trial:
-    """Run once, which also compiles; compare with ``exact``; measure memory."""
-    trial = Trial(implementation)
+def try_out(
+    implementation: Implementation, shape: Shape, inputs: Inputs, exact: AttentionResult
+) -> tuple[Row, Attend | None]:
+    """Run once, which also compiles; compare with ``exact``; measure memory.
+
+    Returns the row of forward and backward, without times, and what to time, None if it refused the shape.
+    """
+    row = Row(implementation.name, shape, "both")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             attend = implementation.build(shape, inputs.q.device)
             found = run_both(attend, inputs)
-            errors = errors_of(found, exact)
-            digest = digest_of(found)
+            row.errors, row.digest = errors_of(found, exact), digest_of(found)
             del found
-            memory = measure_memory(attend, inputs)
+            row.extra_memory = measure_memory(attend, inputs)
         except Exception as error:  # a peer may refuse a shape with any exception
-            return replace(trial, status=REFUSED, reason=explain(error, caught))
-    known = {"errors": errors, "extra_memory": memory, "digest": digest}
-    trial = replace(trial, attend=attend, kernels=implementation.kernels_for(inputs.q), **known)
-    excess = find_excess(errors, implementation.bound)
-    return trial if excess is None else replace(trial, status=FAILED, reason=excess)
+            return Row(implementation.name, shape, "both", REFUSED, explain(error, caught)), None
+    row.kernels = implementation.kernels_for(inputs.q)
+    row.reason = find_excess(row.errors, implementation.bound)
+    row.status = FAILED if row.reason else PASSED
+    return row, attend
 
 
 def errors_of(found: tuple[Tensor, ...], exact: AttentionResult) -> dict[str, tuple[float, float]]:
@@ -164,17 +154,15 @@ def measure_memory(attend: Attend, inputs: Inputs) -> float | None:
 
 
 def measure_mode(
-    mode: str, shape: Shape, trials: list[Trial], sets: list[Inputs], arguments: Namespace
+    mode: str, trials: list[tuple[Row, Attend | None]], sets: list[Inputs], arguments: Namespace
 ) -> list[Row]:
     """A row for each trial, with times if it passed."""
     runners, rows = {}, []
-    for trial in trials:
-        known = {"errors": trial.errors, "extra_memory": trial.extra_memory, "digest": trial.digest}
-        known["kernels"] = trial.kernels
-        row = Row(trial.implementation.name, shape, mode, trial.status, trial.reason, **known)
+    for tried, attend in trials:
+        row = replace(tried, mode=mode)
         if row.status == PASSED:
             try:
-                runners[row.implementation] = [make_runner(mode, trial, inputs) for inputs in sets]
+                runners[row.implementation] = [make_runner(mode, attend, inputs) for inputs in sets]
             except Exception as error:  # out of memory, or an operator that cannot be captured
                 row = replace(row, status=REFUSED, reason=explain(error))
         rows.append(row)
@@ -187,22 +175,13 @@ def measure_mode(
 def add_times(rows: list[Row], times: dict[str, list[float]], hosts: dict[str, float | None]) -> list[Row]:
     """Complete rows of one shape and mode by ``times`` and those of the host, {implementation: ms}."""
     medians = {name: float(np.median(values)) for name, values in times.items()}
-    timed = []
-    for row in rows:
-        if row.implementation in times:
-            median = medians[row.implementation]
-            p10, p90 = np.percentile(times[row.implementation], (10, 90)).tolist()
-            row = replace(
-                row,
-                median_ms=median,
-                p10_ms=p10,
-                p90_ms=p90,
-                host_ms=hosts.get(row.implementation),
-                tflops=row.shape.flops * MODES[row.mode].flops / (median * 1e-3) / 1e12,
-                speedup={name: medians[name] / median for name in BASELINES if name in medians},
-            )
-        timed.append(row)
-    return timed
+    for row in (row for row in rows if row.implementation in times):
+        row.median_ms = median = medians[row.implementation]
+        row.p10_ms, row.p90_ms = np.percentile(times[row.implementation], (10, 90)).tolist()
+        row.host_ms = hosts.get(row.implementation)
+        row.tflops = row.shape.flops * MODES[row.mode].flops / (median * 1e-3) / 1e12
+        row.speedup = {name: medians[name] / median for name in BASELINES if name in medians}
+    return rows
 
 
 def run_forward(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
@@ -217,17 +196,17 @@ def run_both(attend: Attend, inputs: Inputs) -> tuple[Tensor, ...]:
     return (out, *torch.autograd.grad(out, inputs[:3], inputs.grad_out))
 
 
-def make_runner(mode: str, trial: Trial, inputs: Inputs) -> Callable[[], object]:
+def make_runner(mode: str, attend: Attend, inputs: Inputs) -> Callable[[], object]:
     """The call that is timed in ``mode``; it has already run once."""
     if mode == "forward":
-        runner = partial(run_forward, trial.attend, inputs)
+        runner = partial(run_forward, attend, inputs)
     elif mode == "backward":
-        out = trial.attend(*inputs[:3])
+        out = attend(*inputs[:3])
         runner = partial(torch.autograd.grad, out, inputs[:3], inputs.grad_out, retain_graph=True)
     elif mode == "both":
-        runner = partial(run_both, trial.attend, inputs)
+        runner = partial(run_both, attend, inputs)
     else:
-        runner = capture(lambda: run_both(trial.attend, fresh(inputs)))
+        runner = capture(lambda: run_both(attend, fresh(inputs)))
     runner()
     synchronize(inputs.q.device)
     return runner

@@ -169,10 +169,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     add("--device", type=available_device, choices=("cuda", "cpu"), default="cuda", help=text)
     scratch = Path(tempfile.gettempdir())
     add("--runs-dir", type=Path, default=scratch, help="for the runs while they last (default %(default)s)")
-    out = SCRATCH / "training"
-    add(
-        "--out", type=Path, metavar="PREFIX", default=out, help="write PREFIX.json, .md (default %(default)s)"
-    )
+    text = "write PREFIX.json, .md (default %(default)s)"
+    add("--out", type=Path, metavar="PREFIX", default=SCRATCH / "training", help=text)
     arguments = parser.parse_args(argv)
     there = torch.cuda.device_count() if arguments.device == "cuda" else max(arguments.devices)
     if max(arguments.devices) > there:
@@ -209,10 +207,11 @@ def job_of(row: Row, folder: Path, arguments: Namespace) -> Job:
         "hardware.micro_batch": arguments.tokens_per_micro_batch // row.context,
         "hardware.devices": row.devices,
         "hardware.parallel": row.parallel if row.devices > 1 else "auto",
-        "tps.tokens_per_step": tokens_per_step(arguments),
+        "tps.tokens_per_step": arguments.tokens_per_micro_batch * arguments.accumulation,
         "tps.warmup_steps": 0,
         "steps": steps,
-        "log_every": log_every(arguments),
+        # As seldom as possible, because the log waits for the GPU, with a record at the end of the warm-up.
+        "log_every": math.gcd(arguments.warm_up, arguments.steps),
         "eval_every": steps,
         "eval_sequences": max(arguments.devices),  # one per rank, for the evaluation at the end
         "sample_tokens": 0,
@@ -228,22 +227,14 @@ def job_of(row: Row, folder: Path, arguments: Namespace) -> Job:
     return Job(row.name, command, folder.with_suffix(".log"))
 
 
-def tokens_per_step(arguments: Namespace) -> int:
-    return arguments.tokens_per_micro_batch * arguments.accumulation
-
-
-def log_every(arguments: Namespace) -> int:
-    """As seldom as possible, because the log waits for the GPU, with a record at the end of the warm-up."""
-    return math.gcd(arguments.warm_up, arguments.steps)
-
-
 def read(row: Row, folder: Path, arguments: Namespace) -> None:
     """Fill in the row from the metrics of its run."""
     records = [record for record in read_metrics(RunDirectory(folder).metrics) if "loss" in record]
     timed = [record for record in records if record["step"] > arguments.warm_up]
     row.losses = {record["step"]: record["loss"] for record in records}
     row.tokens_per_second = statistics.median(record["tokens_per_second"] for record in timed)
-    row.step_ms = 1e3 * tokens_per_step(arguments) / row.tokens_per_second
+    tokens_per_step = arguments.tokens_per_micro_batch * arguments.accumulation
+    row.step_ms = 1e3 * tokens_per_step / row.tokens_per_second
     row.peak_memory_gib = timed[-1]["peak_memory_gib"]
     if all(record["mfu"] for record in timed):
         row.mfu = statistics.median(record["mfu"] for record in timed)

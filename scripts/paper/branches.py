@@ -199,16 +199,12 @@ def at_equal_learning(branches: Sequence[Branch]) -> str:
         cells = []
         for steps in (64, 256):
             total = learning_rates(steps).sum()
-            means = [late_mean(one, total) for own in found for one in own.values() if reaches(one, total)]
+            every = [one for own in found for one in own.values()]
+            means = [late_mean(one, total) for one in every if learning_rates(len(one)).sum() >= total]
             cells += [str(len(means)), nats(np.mean(means)), range_of(means)] if means else ["", "", ""]
         rows.append([f"{millions}M", f"{tokens:,}", *cells])
     heads = ["models", "as 64 steps of 2.1M", "range", "models", "as 256 steps of 2.1M", "range"]
     return table(["model", "tokens per step", *heads], rows)
-
-
-def reaches(losses: np.ndarray, total: float) -> bool:
-    """Whether the learning rates of so many steps sum to the total."""
-    return learning_rates(len(losses)).sum() >= total
 
 
 def late_mean(losses: np.ndarray, total: float) -> float:

@@ -60,9 +60,15 @@ def main(argv: list[str] | None = None) -> None:
             f"none of the {len(runs)} runs {reached}; train them first: the same train.py commands"
         )
     rows = compare(finished)
-    result = {**describe(argv, arguments, finished), "runs": runs}
+    result = {
+        "values": "losses in nats per token",
+        **describe_run(PROGRAM, argv, Namespace(device="cpu"), ()),
+        "hardware": ", ".join(sorted({run["device"] for run in finished})),  # of the runs, as their commits
+        "runs": runs,
+    }
     written = write_compressed(arguments.out, result)
-    title = items()[arguments.item].title if arguments.item in items() else "Training loss"
+    item = items().get(arguments.out.name)
+    title = item.title if item else "Training loss"
     whole = [run for run in finished if "branch_step" not in run["group"]]
     if whole:
         save_figure(draw_curves(whole, title), with_ending(arguments.out, ".png"))
@@ -74,26 +80,12 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     parser = command_parser(PROGRAM, __doc__)
     add = parser.add_argument
     add("runs", nargs="+", type=Path, help="run directories, or OUT.json.gz of this command")
-    add("--out", type=Path, required=True, help="beginning of the files' names")
+    add("--out", type=Path, required=True, help="beginning of the files' names; of an item, its name")
     add(
         "--window", nargs=2, type=positive_int, metavar=("FIRST", "LAST"), help="steps whose mean loss counts"
     )
     add("--text", help="the text's fingerprint, of runs without checkpoints")
-    add("--item", help="the experiment these runs belong to (configs/paper/)")
-    add("--scale", default="scaled", help="its scale (default %(default)s)")
     return parser.parse_args(argv)
-
-
-def describe(argv: list[str] | None, arguments: Namespace, runs: list[dict]) -> dict[str, Any]:
-    """What the numbers are; the hardware and commits are the runs' own."""
-    settings = Namespace(item=arguments.item, scale=arguments.scale, device="cpu")
-    return {
-        "values": "losses in nats per token",
-        **describe_run(PROGRAM, argv, settings, ()),
-        "item": arguments.item,
-        "scale": arguments.scale,
-        "hardware": ", ".join(sorted({run["device"] for run in runs})),
-    }
 
 
 # --- A run --------------------------------------------------------------------------------------------------
@@ -203,10 +195,9 @@ def group_of(config: dict[str, Any], text: str | None) -> dict[str, Any]:
     """
     tokens_per_step = config["tps"]["tokens_per_step"] // config["tps"]["divide_by"]
     steps = config["steps"] or (config["total_tokens"] or PAPER_TOKENS) // tokens_per_step
-    gain, sequences = config["model"].get("qk_norm_gain", 1.0), config.get("train_sequences")
     unusual = {
-        "qk_norm_gain": (gain, 1.0),
-        "train_sequences": (sequences, None),
+        "qk_norm_gain": (config["model"].get("qk_norm_gain", 1.0), 1.0),
+        "train_sequences": (config.get("train_sequences"), None),
         "branch_step": (config.get("branch_step"), None),  # each seed has a trunk of its own
     }
     return {

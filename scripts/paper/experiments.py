@@ -12,7 +12,7 @@ An item is one YAML file:
     runs            by scale, a list of setups, or of {setup, variants, seeds, starts_from, branches_from};
                     each branch goes on from the run branches_from of its own seed
     measure         commands: {runs} are the run directories, {results} the folder of results, {out} the
-                    result there, {scale}
+                    result there
     debug           the commands at the debug scale, if they are others
     needs_weights   the commands read trained weights, which diverged runs do not have
     minutes         of the commands, on one H200

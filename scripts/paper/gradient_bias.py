@@ -37,13 +37,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from common.errors import ends_with_message
 from common.terminal import positive_int
 from model.backends import AttentionFn
+from model.backends.fpa import TITLES, pinned
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS
 from scripts.bench.measuring import describe_run
@@ -105,22 +103,14 @@ SETTINGS = {
     "all_int8": replace(SageConfig(), int8_matmuls=MATMULS),  # dP, too
 }
 
-#: What every setting is compared with, and the control on a GPU and on a CPU.
-TRUTH_KERNEL = SDPBackend.FLASH_ATTENTION
-CONTROL_KERNEL = {"cuda": SDPBackend.CUDNN_ATTENTION, "cpu": SDPBackend.MATH}
-TITLES = {
-    SDPBackend.FLASH_ATTENTION: "FlashAttention-2",
-    SDPBackend.CUDNN_ATTENTION: "cuDNN",
-    SDPBackend.MATH: "plain PyTorch",
-}
-
+#: What every setting is compared with, and the control on a GPU and on a CPU: names of model.backends.fpa.
+TRUTH_KERNEL = "flash"
+CONTROL_KERNEL = {"cuda": "cudnn", "cpu": "math"}
 
 TOKENS_PER_PASS = 32_768  # unless --micro-batch says otherwise
 
 EXAMPLES = """
-examples:
-  the end of a run and its milestones, on a GPU
-      python -m scripts.paper.gradient_bias runs/NAME --milestones --out runs/paper/gradient_bias
+example:
   325M parameters: gradients of 32 batches take 41 GB, and as much in host memory where the GPU has less than
   110 GB, so fewer sequences in a pass
       python -m scripts.paper.gradient_bias runs/NAME --micro-batch 4
@@ -163,28 +153,6 @@ def parts(names: Sequence[str]) -> dict[tuple[str, int | None], list[str]]:
     return found
 
 
-# --- Attentions ---------------------------------------------------------------------------------------------
-
-
-def full_precision(kernel: SDPBackend) -> AttentionFn:
-    """scaled_dot_product_attention by one kernel; RuntimeError where that cannot run."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-        with sdpa_kernel(kernel):
-            return scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
-
-    return attend
-
-
-def attentions_of(chosen: Sequence[str], device: torch.device) -> dict[str, AttentionFn]:
-    """The chosen settings, and the control if it is one of them."""
-    control = full_precision(CONTROL_KERNEL[device.type])
-    return {
-        name: control if name == CONTROL else partial(sage_attention, config=SETTINGS[name])
-        for name in chosen
-    }
-
-
 # --- Measurements -------------------------------------------------------------------------------------------
 
 
@@ -196,13 +164,15 @@ def work_on(
     Raises ValueError if the text of a run is too short for the batches.
     """
     device = torch.device(arguments.device)
-    attentions = attentions_of(arguments.settings, device)
+    attentions = {name: partial(sage_attention, config=config) for name, config in SETTINGS.items()}
+    attentions[CONTROL] = pinned(CONTROL_KERNEL[device.type])
+    attentions = {name: attentions[name] for name in arguments.settings}
     for end in runs:
         batches, unseen = draw_batches(end, arguments.batches, arguments.tokens_per_batch)
         result["runs"][end.name] |= {"batches_unseen": unseen}
         batches = [(x.to(device), y.to(device)) for x, y in batches]
         for run in (end, *reversed(milestones_of(end) if arguments.milestones else [])):
-            title = f"{run.name}, step {run.origin.step}"
+            title = f"{run.name}, step {run.step}"
             yield title, measure_checkpoint(run, batches, attentions, result, arguments)
 
 
@@ -214,10 +184,10 @@ def measure_checkpoint(
     arguments: Namespace,
 ) -> Iterator[list[Row]]:
     """Rows of each setting, by view, group and layer. Adds losses and the gradient itself to the result."""
-    device, dtype = torch.device(arguments.device), run.dtype
+    device, dtype = torch.device(arguments.device), run.settings.dtype
     micro_batch = arguments.micro_batch or max(TOKENS_PER_PASS // run.settings.context, 1)
     tokens_per_batch = arguments.tokens_per_batch
-    llama = load_model(run, full_precision(TRUTH_KERNEL))
+    llama = load_model(run, pinned(TRUTH_KERNEL))
     scales = adam_scales(run, llama, device)
     llama = llama.to(device)
     # As in the trainer: what autocast leaves in float32 may use TF32.
@@ -225,7 +195,7 @@ def measure_checkpoint(
     g = empty_gradients(llama, len(batches))
     losses = gradients(llama, batches, micro_batch, dtype, g)
     own = own_grams(g, scales)
-    place = {"run": run.name, "step": run.origin.step, "tokens": run.origin.tokens}
+    place = {"run": run.name, "step": run.step, "tokens": run.tokens}
     result["gradients"] += [
         place | part | rounded(estimate_gradient(found, tokens_per_batch)) for part, found in by_part(own)
     ]

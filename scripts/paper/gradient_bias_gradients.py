@@ -146,7 +146,7 @@ def adam_scales(run: TrainedRun, llama: Llama, device: torch.device) -> dict[str
             f"{run.name}: trained with {settings.name}, so there are no Adam's moments; give a run with "
             "optimizer=adamw"
         )
-    path = checkpoint_of(run.directory.checkpoints, run.origin.step)
+    path = checkpoint_of(run.directory.checkpoints, run.step)
     optimizer = adamw(llama.parameters(), settings)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_PROCESS_GROUP)
@@ -186,7 +186,7 @@ def draw_batches(run: TrainedRun, count: int, tokens_per_batch: int) -> tuple[li
             "or smaller batches (--tokens-per-batch)"
         )
     indices: dict[int, None] = {}
-    step = run.origin.step
+    step = run.step
     while len(indices) < count * size:  # a sequence repeats when the text does
         indices.update(dict.fromkeys(loader.sequence_indices(step).tolist()))
         step += 1

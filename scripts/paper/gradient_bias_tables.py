@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +77,8 @@ def to_markdown(result: dict[str, Any], rows: list[Row]) -> str:
             chosen = [row for row in last if row.view == view]
             lines += [f"### {run}, step {steps[-1]}, {title}", "", *summary_table(chosen), ""]
             lines += ["Bias by group of weights:", "", *group_table(chosen), ""]
-            lines += [
-                "Critical tokens per step T* of the q and k projections, by layer:",
-                "",
-                *layer_table(chosen),
-                "",
-            ]
+            lines += ["Critical tokens per step T* of the q and k projections, by layer:", ""]
+            lines += [*layer_table(chosen), ""]
         if len(steps) > 1:
             lines += [f"### {run}, along training, raw gradients", "", *progress_table(rows, run), ""]
     return "\n".join(lines)
@@ -122,8 +118,8 @@ def summary_table(rows: list[Row]) -> list[str]:
                 interval(whole.along, decimal),
                 interval(qk.bias, decimal),
                 number(whole.noise[0], ".4f"),
-                interval(whole.critical_tokens, count, none="∞"),
-                interval(qk.critical_tokens, count, none="∞"),
+                interval(whole.critical_tokens, count),
+                interval(qk.critical_tokens, count),
                 *(f"{share(qk, tokens):.3g}" for tokens in PAPER_TOKENS),
             ]
         )
@@ -142,12 +138,9 @@ def group_table(rows: list[Row]) -> list[str]:
 
 def layer_table(rows: list[Row]) -> list[str]:
     """T* of the q and k projections: a line for each setting, a column for each layer."""
-    layers = layers_of(rows)
+    layers = sorted({row.layer for row in rows if row.layer is not None})
     lines = [
-        [
-            f"`{setting}`",
-            *(count(pick(rows, setting, "qk", layer).critical_tokens[0]) for layer in layers),
-        ]
+        [f"`{setting}`", *(count(pick(rows, setting, "qk", n).critical_tokens[0]) for n in layers)]
         for setting in settings_of(rows)
     ]
     return align(["setting", *map(str, layers)], lines)
@@ -164,25 +157,19 @@ def progress_table(rows: list[Row], run: str) -> list[str]:
         ("T*, q and k", "qk", lambda row: count(row.critical_tokens[0])),
     ]
     header = [f"{title}, {count(tokens[step])}" for title, *_ in columns for step in steps]
-    lines = []
-    for setting in settings_of(chosen):
-        measured = [row for row in chosen if row.setting == setting]
-        cells = [
-            shown(pick(own, setting, group)) if own else "not measured"
-            for _, group, shown in columns
-            for step in steps
-            for own in [[row for row in measured if row.step == step]]
+    by_step = [[row for row in chosen if row.step == step] for step in steps]
+    lines = [
+        [
+            f"`{setting}`",
+            *(shown(pick(own, setting, group)) for _, group, shown in columns for own in by_step),
         ]
-        lines.append([f"`{setting}`", *cells])
+        for setting in settings_of(chosen)
+    ]
     return ["After training on so many tokens:", "", *align(["setting", *header], lines)]
 
 
 def settings_of(rows: list[Row]) -> list[str]:
     return list(dict.fromkeys(row.setting for row in rows))
-
-
-def layers_of(rows: list[Row]) -> list[int]:
-    return sorted({row.layer for row in rows if row.layer is not None})
 
 
 def pick(rows: list[Row], setting: str, group: str, layer: int | None = None) -> Row:
@@ -197,8 +184,8 @@ def share(row: Row, tokens: int) -> float:
     return 0.0 if critical is None else tokens / critical
 
 
-def interval(values: Sequence[float | None], form: Callable[[float | None], str], none: str = "") -> str:
-    estimate, low, high = (none if value is None else form(value) for value in values)
+def interval(values: Interval, form: Callable[[float | None], str]) -> str:
+    estimate, low, high = map(form, values)
     return f"{estimate} [{low}, {high}]"
 
 

@@ -43,32 +43,23 @@ ROUNDED = {"p_rounded": ("p", "dv"), "ds_rounded": ("ds", "dq")}
 ENTRIES_AT_ONCE = 2**26  # of P (256 MiB in float32); some twelve such matrices are alive together
 
 
-class Comparison:
-    """Cosine similarity and relative L2 of a tensor that comes in parts, summed in float64."""
+def products(a: Tensor, e: Tensor) -> Tensor:
+    """⟨a, e⟩, ‖a‖², ‖e‖² and ‖a − e‖² of two tensors of one shape, in float64: those of parts add up."""
+    a, e = a.double().flatten(), e.double().flatten()
+    return torch.stack([a @ e, a @ a, e @ e, (a - e).square_().sum()])
 
-    def __init__(self) -> None:
-        self.dot = self.actual = self.exact = self.error = 0.0  # ⟨a, e⟩, ‖a‖², ‖e‖², ‖a − e‖²
 
-    def add(self, actual: Tensor, exact: Tensor) -> None:
-        """Add parts of the same shape."""
-        a, e = actual.double().flatten(), exact.double().flatten()
-        self.dot += (a @ e).item()
-        self.actual += (a @ a).item()
-        self.exact += (e @ e).item()
-        self.error += (a - e).square_().sum().item()
-
-    def values(self) -> tuple[float, float]:
-        """(cosine similarity, relative L2), NaN where the exact tensor is zero."""
-        if self.exact == 0:
-            return math.nan, math.nan
-        if self.actual == 0:
-            return 0.0, 1.0
-        return self.dot / math.sqrt(self.actual * self.exact), math.sqrt(self.error / self.exact)
+def similarity(summed: Tensor) -> tuple[float, float]:
+    """(cosine similarity, relative L2) from `products`; NaN where the exact tensor is zero."""
+    dot, actual, exact, error = summed.tolist()
+    if exact == 0:
+        return math.nan, math.nan
+    return dot / math.sqrt(actual * exact) if actual else 0.0, math.sqrt(error / exact)
 
 
 def measure(captured: Captured, config: SageConfig) -> dict[str, tuple[float, float]]:
     """(cosine similarity, relative L2) of the tensors of TITLES over a layer's heads and sequences."""
-    comparisons = {name: Comparison() for name in TITLES}
+    summed = dict.fromkeys(TITLES, 0.0)
     with without_tf32():
         for q, k, v, grad_out in parts(captured):
             is_gqa = q.shape[1] != k.shape[1]
@@ -76,15 +67,13 @@ def measure(captured: Captured, config: SageConfig) -> dict[str, tuple[float, fl
                 q, k, v, grad_out, is_causal=True, enable_gqa=is_gqa, config=config
             )
             exact = exact_attention(q, k, v, grad_out, is_causal=True, matrices=True, dtype=torch.float32)
-            for name, comparison in comparisons.items():
-                if name in ROUNDED:
-                    before, product = ROUNDED[name]
-                    found = rounded(getattr(actual, before), product, config, q.shape[-1])
-                    comparison.add(found, getattr(exact, before))
-                else:
-                    field = FIELDS.get(name, name)
-                    comparison.add(getattr(actual, field), getattr(exact, field))
-    return {name: comparison.values() for name, comparison in comparisons.items()}
+            for name in TITLES:
+                field, product = ROUNDED.get(name, (FIELDS.get(name, name), None))
+                found = getattr(actual, field)
+                if product:
+                    found = rounded(found, product, config, q.shape[-1])
+                summed[name] += products(found, getattr(exact, field))
+    return {name: similarity(own) for name, own in summed.items()}
 
 
 def rounded(weights: Tensor, product: str, config: SageConfig, head_dim: int) -> Tensor:

@@ -72,8 +72,6 @@ VARIANTS = {
     "paper": SageConfig.paper(),
 }
 
-PAPER_RMS = {f"{name}_rms": value for name, value in paper.RMS.items()}
-
 NORMALISATION = (
     "dO, and with it dP and dS, is the gradient of each sequence's own mean loss (nats per token) towards O. "
     "In step: divided by the sequences of a training step, over which its loss is the mean. The RMS is over "
@@ -125,7 +123,7 @@ def describe(argv: list[str] | None, arguments: Namespace, runs: list[TrainedRun
         "normalisation": NORMALISATION,
         "variants": {name: asdict(config) for name, config in VARIANTS.items()},
         "runs": {run.name: describe_trained(run) for run in runs},
-        "paper_rms": PAPER_RMS,
+        "paper_rms": {f"{name}_rms": value for name, value in paper.RMS.items()},
         "paper_table2": paper.TABLE_2,
         "table2": {},
     }
@@ -141,7 +139,9 @@ def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace) -
     for layer, tensors in captured.items():
         exact = exact_layer(tensors)
         measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
-        rows.append(Row(run.name, layer, measured, with_step(explanations(tensors, exact), run)))
+        found = explanations(tensors, exact)
+        in_step = {f"{x}_in_step": found[x] / run.sequences_per_step for x in ("dp_rms", "ds_rms")}
+        rows.append(Row(run.name, layer, measured, found | in_step))
         yield rows[-1:]
     worst = most_error_prone(rows, "paper").layer
     result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}
@@ -161,7 +161,7 @@ def sage(config: SageConfig, run: TrainedRun, arguments: Namespace) -> Backend:
 def build_keywords(run: TrainedRun, arguments: Namespace) -> dict[str, Any]:
     """The keywords of `backends.build` for the run's heads."""
     shape = run.settings.model
-    where = {"device": torch.device(arguments.device), "dtype": run.dtype}
+    where = {"device": torch.device(arguments.device), "dtype": run.settings.dtype}
     return {**where, "d_head": shape.d_head, "is_gqa": shape.is_gqa}
 
 
@@ -170,7 +170,7 @@ def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) ->
 
     Raises ValueError for damaged weights.
     """
-    device = torch.device(arguments.device)
+    device, dtype = torch.device(arguments.device), run.settings.dtype
     attention = backends.build(FULL_PRECISION, **build_keywords(run, arguments))
     llama = load_model(run, attention.attend).to(device)
     tokens = stack_sequences(run.corpus.val, np.arange(arguments.sequences), run.settings.context)
@@ -178,14 +178,8 @@ def capture_run(run: TrainedRun, layers: Sequence[int], arguments: Namespace) ->
         llama,
         layers,
         *(x.to(device) for x in tokens),
-        autocast=lambda: torch.autocast(device.type, run.dtype, enabled=run.dtype is not torch.float32),
+        autocast=lambda: torch.autocast(device.type, dtype, enabled=dtype is not torch.float32),
     )
-
-
-def with_step(values: dict[str, float], run: TrainedRun) -> dict[str, float]:
-    """The statistics and, `_in_step`, the RMS of dP and dS where the loss is the mean over a step."""
-    in_step = {f"{name}_in_step": values[name] / run.sequences_per_step for name in ("dp_rms", "ds_rms")}
-    return values | in_step
 
 
 if __name__ == "__main__":

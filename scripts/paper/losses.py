@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from common.files import write_json, write_text
+from common.files import write_json
 from common.statistics import (
     DEGREES_OF_95,
     Cell,
@@ -35,10 +35,10 @@ from common.statistics import (
 )
 from common.terminal import command_parser
 from scripts.bench.measuring import describe_run
-from scripts.output import finite, read_json, stored, table, with_ending
+from scripts.output import finite, read_json, stored, table, with_ending, write_markdown
 from scripts.paper.experiments import read_yaml
 from scripts.paper.variants import FULL_PRECISION, base_of, is_null
-from trainer.identity import may_change
+from trainer.identity import flat, may_change
 
 PROGRAM = "python -m scripts.paper.losses"
 #: A smaller model stands for the paper's.
@@ -125,16 +125,9 @@ def is_repetition(one: dict, other: dict) -> bool:
     return one["commit"] == other["commit"] and computed(one["config"]) == computed(other["config"])
 
 
-def computed(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def computed(config: dict[str, Any]) -> dict[str, Any]:
     """{dotted name: value} of the settings that say what a run computes, not how it executes or reports."""
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            found |= computed(value, f"{name}.")
-        elif not may_change(name):
-            found[name] = value
-    return found
+    return {name: value for name, value in flat(config).items() if not may_change(name)}
 
 
 # --- Comparing ----------------------------------------------------------------------------------------------
@@ -357,12 +350,10 @@ def main(argv: list[str] | None = None) -> None:
         "sources": names,
         "rows": [as_dict(row) for row in rows],
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    write_json(with_ending(arguments.out, ".json"), finite(result))
     differences = losses_table(read_rows(result))  # the rounded ones, as others read them
-    title = "# All differences of losses"
     explained = "Nats per token; [the report](../README.md#whole-runs) explains them."
-    write_text(with_ending(arguments.out, ".md"), f"{title}\n\n{explained}\n\n{differences}\n")
+    write_markdown(arguments.out, f"# All differences of losses\n\n{explained}\n\n{differences}\n")
+    write_json(with_ending(arguments.out, ".json"), finite(result))
     print(differences)
     print(f"written to {arguments.out}.json and .md")
 

@@ -14,11 +14,7 @@ from scripts.paper.variants import NO_QK_NORM, base_of, is_null
 
 POINTS = 100  # of a drawn curve
 #: Names in tables and files: those of configs/attention/.
-CONFIG_NAMES = {
-    "full precision": "fpa",
-    "default": "sagebwd",
-    "SageBwd": "sagebwd",
-}
+CONFIG_NAMES = {"full precision": "fpa", "default": "sagebwd", "SageBwd": "sagebwd"}
 
 
 def styles(names: Sequence[str]) -> dict[str, Style]:

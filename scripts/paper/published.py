@@ -34,9 +34,6 @@ def speed_ups(head_dim: int) -> dict[int, float]:
     return {tokens: ours / theirs for tokens, ours, theirs in pairs}
 
 
-#: "Up to": over the faster of the two FlashAttention-2, 64 channels, causal, 8K tokens.
-BEST_SPEED_UP = 1.67
-
 #: Table 2: (cosine similarity, relative L2) in layer 11 of the QK-norm run at 2.1M tokens per step.
 TABLE_2 = {
     "delta": (0.9973, 0.0736),

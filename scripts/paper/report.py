@@ -1,7 +1,6 @@
 """Fill the report, results/README.md, from its template and the JSON files of results/.
 
-    python -m scripts.paper.report                # write results/README.md
-    python -m scripts.paper.report --names        # what a template may name, with today's values
+    python -m scripts.paper.report
 
 The template, results/report.template.md, is written by hand. `{{name}}` in it is a number or table of
 `facts`.
@@ -9,13 +8,12 @@ The template, results/report.template.md, is written by hand. `{{name}}` in it i
 
 from __future__ import annotations
 
-import json
+import itertools
 import re
-from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.files import write_text
 from common.terminal import command_parser
@@ -23,25 +21,19 @@ from scripts.output import number, read_json, table
 from scripts.paper import branches
 from scripts.paper import published as paper
 from scripts.paper.gradient_bias_tables import count, decimal
-from scripts.paper.losses import Row, read_rows
+from scripts.paper.losses import read_rows
 from scripts.paper.table1 import TENSORS, TITLES
 from scripts.paper.variants import FULL_PRECISION, SAGE
 from trainer.plot import PROBED
 
-RESULTS = Path("results")
 #: Errors this close to the paper's count as the same.
 SAME = 0.1
 FIELD = re.compile(r"\{\{(.+?)\}\}")
 
 
-class Share(NamedTuple):
-    """A claim holds in so many of the cases in which it was tried."""
-
-    holds: int
-    cases: int
-
-    def __str__(self) -> str:
-        return f"{self.holds} of {self.cases}"
+def share(held: Sequence[bool]) -> str:
+    """In how many of the cases in which it was tried a claim held."""
+    return f"{sum(held)} of {len(held)}"
 
 
 # --- Numbers and tables by name -----------------------------------------------------------------------------
@@ -68,12 +60,8 @@ def branch_facts(results: Path) -> dict[str, Any]:
 
 def loss_facts(results: Path) -> dict[str, Any]:
     """ "35m-16k | SageBwd | training" and so on."""
-    rows = by_name(read_rows(read_json(results / "losses/losses.json")))
-    return {f"{name} | {loss}": gap for name, row in rows.items() for loss, gap in row.losses.items()}
-
-
-def by_name(rows: Iterable[Row]) -> dict[str, Row]:
-    return {f"{row.setup} | {row.variant}": row for row in rows}
+    rows = read_rows(read_json(results / "losses/losses.json"))
+    return {f"{row.setup} | {row.variant} | {loss}": gap for row in rows for loss, gap in row.losses.items()}
 
 
 def rate_facts(results: Path) -> dict[str, Any]:
@@ -88,40 +76,34 @@ def rate_facts(results: Path) -> dict[str, Any]:
 
 def table1_facts(results: Path) -> dict[str, Any]:
     """Shares of Table 1's entries within SAME, at the shape of table1.json and at those of accuracy.json."""
-    rows = read_json(results / "accuracy/table1.json")["rows"]
-    known: dict[str, Any] = {}
+    table1 = read_json(results / "accuracy/table1.json")
     shapes: dict[tuple, list[dict]] = {}
     for row in read_json(results / "accuracy/accuracy.json")["shapes"]:
         shapes.setdefault((row["tokens"], row["head_dim"], row["causal"]), []).append(row)
-    for variant in ("row", "block"):
-        known[f"table1.{variant}"] = same_errors(rows, variant)
-        give_it = [is_the_table(same_errors(own, variant)) for own in shapes.values()]
-        known[f"table1.shapes.{variant}"] = Share(sum(give_it), len(give_it))
-    tiles = read_json(results / "accuracy/table1.json")["tiles"]
-    known["table1.tiles"] = ", ".join(f"{errors['dq'][1]:.3f} ({tile})" for tile, errors in tiles.items())
+    # All entries but one: dV at σ = 1 is out with every choice of scales that INT8 products allow.
+    give_it = [sum(same) >= len(same) - 1 for same in map(same_errors, shapes.values())]
     lines = [
         [f"{row['sigma']:g}", row["variant"], *(f"{row[name][1]:.4f}" for name in TENSORS)]
-        for row in rows
+        for row in table1["rows"]
         if row["sigma"] in (1, 5)
     ]
-    known["table1"] = table(["σ", "", *TITLES.values()], lines)
-    return known
+    tiles = [f"{errors['dq'][1]:.3f} ({tile})" for tile, errors in table1["tiles"].items()]
+    return {
+        "table1": table(["σ", "", *TITLES.values()], lines),
+        "table1.row": share(same_errors(table1["rows"])),
+        "table1.shapes.row": share(give_it),
+        "table1.tiles": ", ".join(tiles),
+    }
 
 
-def same_errors(rows: Iterable[dict], variant: str) -> Share:
-    """How many of the relative L2 errors are within SAME of the paper's."""
-    same = [
+def same_errors(rows: Iterable[dict]) -> list[bool]:
+    """Which of the relative L2 errors, with a scale per row, are within SAME of the paper's."""
+    return [
         abs(row[name][1] - printed) <= SAME * printed
         for row in rows
-        if row["variant"] == variant
+        if row["variant"] == "row"
         for name, (_, printed) in zip(TENSORS, paper.TABLE_1[row["sigma"]], strict=True)
     ]
-    return Share(sum(same), len(same))
-
-
-def is_the_table(found: Share) -> bool:
-    """All entries but one: dV at σ = 1 is out with every choice of scales that INT8 products allow."""
-    return found.holds >= found.cases - 1
 
 
 #: {title: (file, run)}: the models whose gradients were measured.
@@ -143,27 +125,24 @@ BIAS_SETTINGS = {
 
 
 def bias_facts(results: Path) -> dict[str, Any]:
-    """ "325M | paper | k | T*" and so on, at the end of runs; "… | adam | T*": as Adam scales them."""
-    known: dict[str, Any] = {}
-    for title, (file, run) in BIAS_MODELS.items():
-        rows = read_json(results / f"accuracy/{file}.json")["rows"]
-        last = max(row["step"] for row in rows if row["run"] == run)
+    """Bias and T* of all weights, and of those of q and k, at the end of runs."""
+    cells: dict[tuple[str, ...], str] = {}
+    for model, (file, run) in BIAS_MODELS.items():
+        rows = [row for row in read_json(results / f"accuracy/{file}.json")["rows"] if row["run"] == run]
+        last = max(row["step"] for row in rows)
         for row in rows:
-            if (row["run"], row["step"], row["layer"]) == (run, last, None):
-                view = "" if row["view"] == "raw" else " | adam"
-                name = f"{title} | {row['setting']} | {row['group']}{view}"
-                known[f"{name} | bias"] = decimal(row["bias"][0])
-                known[f"{name} | along"] = number(row["along"][0], ".4f").lstrip("-")
-                known[f"{name} | noise"] = number(row["noise"][0], ".1%")
-                known[f"{name} | T*"] = count(row["critical_tokens"][0])
+            if (row["step"], row["layer"], row["view"]) == (last, None, "raw"):
+                place = model, row["setting"], row["group"]
+                cells[("bias", *place)] = decimal(row["bias"][0])
+                cells[("T*", *place)] = count(row["critical_tokens"][0])
+    columns = [(what, model) for what in ("bias", "T*") for model in BIAS_MODELS]
+    known = {}
     for group, title in (("all", "all weights"), ("qk", "q, k")):
         lines = [
-            [words, *(known.get(f"{model} | {setting} | {group} | bias", "") for model in BIAS_MODELS)]
-            + [known.get(f"{model} | {setting} | {group} | T*", "") for model in BIAS_MODELS]
+            [words, *(cells.get((*column, setting, group), "") for column in columns)]
             for setting, words in BIAS_SETTINGS.items()
         ]
-        heads = [f"{what}, {model}" for what in ("bias", "T*") for model in BIAS_MODELS]
-        known[f"bias.{group}"] = table([title, *heads], lines)
+        known[f"bias.{group}"] = table([title, *map(", ".join, columns)], lines)
     return known
 
 
@@ -190,7 +169,7 @@ def layer_facts(results: Path) -> dict[str, Any]:
         logit = max(row["statistics"]["largest_logit"] for row in rows)
         lines.append([name, "on" if qk_norm else "off", *cells, f"{logit:.0f}"])
     heads = [f"{words}, {PROBED[x]}" for words in ("`paper()`", "default") for x in ("dq", "dk")]
-    known: dict[str, Any] = {claim: Share(sum(held), len(held)) for claim, held in tried.items()}
+    known = {claim: share(held) for claim, held in tried.items()}
     return known | {"layers": table(["models", "QK-norm", *heads, "largest logit"], lines)}
 
 
@@ -220,47 +199,32 @@ def speed_facts(results: Path) -> dict[str, Any]:
     """Forward and backward on the H200 of bench_attention.json, times the speed of a peer."""
     rows = read_json(results / "speed/bench_attention.json")["rows"]
     own = [row for row in rows if row["implementation"] == "sagebwd" and row["mode"] == "both"]
-    known: dict[str, Any] = {}
+    flash = [row["speedup"]["FlashAttention-2"] for row in own]
     lines = []
-    for peer in ("FlashAttention-2", "cuDNN"):
-        found: dict[tuple[int, bool], dict[int, float]] = {}
-        for row in own:
-            if peer in (row["speedup"] or {}):
-                shape = row["shape"]
-                panel = found.setdefault((shape["head_dim"], shape["causal"]), {})
-                panel[shape["tokens"]] = row["speedup"][peer]
-        for (head_dim, causal), speeds in found.items():
-            if causal:
-                cells = [f"{speeds[n]:.2f}" if n in speeds else "" for n in paper.LENGTHS]
-                lines.append([f"{peer}, D {head_dim}", *cells])
-        if peer == "FlashAttention-2":
-            every = [speed for panel in found.values() for speed in panel.values()]
-            known["speed.best"] = f"{max(every):.2f}"
-            known["speed.as_fast"] = Share(sum(speed >= paper.BEST_SPEED_UP for speed in every), len(every))
-            known["speed.faster"] = Share(sum(speed > 1 for speed in every), len(every))
+    for peer, head_dim in itertools.product(("FlashAttention-2", "cuDNN"), (64, 128)):
+        found = {
+            row["shape"]["tokens"]: row["speedup"].get(peer)
+            for row in own
+            if row["shape"]["causal"] and row["shape"]["head_dim"] == head_dim
+        }
+        lines.append([f"{peer}, D {head_dim}", *(number(found.get(n), ".2f") for n in paper.LENGTHS)])
     for head_dim in (64, 128):
         printed = paper.speed_ups(head_dim)
-        lines.append(
-            [
-                f"FlashAttention-2, D {head_dim}, the paper on an RTX 4090",
-                *(f"{x:.2f}" for x in printed.values()),
-            ]
-        )
-    known["speed"] = table(["causal, over", *(f"N {n}" for n in paper.LENGTHS)], lines)
-    return known
+        title = f"FlashAttention-2, D {head_dim}, the paper on an RTX 4090"
+        lines.append([title, *(f"{x:.2f}" for x in printed.values())])
+    return {
+        "speed": table(["causal, over", *(f"N {n}" for n in paper.LENGTHS)], lines),
+        "speed.best": f"{max(flash):.2f}",
+        "speed.faster": share([over > 1 for over in flash]),
+    }
 
 
 def step_facts(results: Path) -> dict[str, Any]:
     """Tokens per second of a training step, by context."""
-    every = read_json(results / "speed/bench_training.json")["rows"]
-    rows = [row for row in every if row["tokens_per_second"]]
-    contexts = sorted({row["context"] for row in rows})
-    names = [row["attention"] for row in rows]
-    speeds = {(name, row["context"]): row["tokens_per_second"] for name, row in zip(names, rows, strict=True)}
-    lines = [
-        [name, *(f"{speeds[name, n]:,.0f}" if (name, n) in speeds else "" for n in contexts)]
-        for name in dict.fromkeys(name for name, _ in speeds)
-    ]
+    rows = read_json(results / "speed/bench_training.json")["rows"]
+    speeds = {(row["attention"], row["context"]): row["tokens_per_second"] for row in rows}
+    names, contexts = (dict.fromkeys(axis) for axis in zip(*speeds, strict=True))
+    lines = [[name, *(number(speeds.get((name, n)), ",.0f") for n in contexts)] for name in names]
     return {"steps": table(["tokens/s", *(f"context {n:,}" for n in contexts)], lines)}
 
 
@@ -283,21 +247,12 @@ def write(results: Path) -> Path:
 
 def main(argv: list[str] | None = None) -> None:
     parser = command_parser("python -m scripts.paper.report", __doc__)
-    parser.add_argument(
-        "folder", type=Path, nargs="?", default=RESULTS, help="folder of results (default results)"
-    )
-    parser.add_argument("--names", action="store_true", help="print what a template may name, and end")
-    arguments: Namespace = parser.parse_args(argv)
-    if arguments.names:
-        short = {
-            name: str(value) for name, value in facts(arguments.folder).items() if "\n" not in str(value)
-        }
-        print(json.dumps(short, indent=1, ensure_ascii=False))
-        return
+    parser.add_argument("folder", type=Path, nargs="?", default=Path("results"), help="default: %(default)s")
+    folder = parser.parse_args(argv).folder
     try:
-        print(f"report: {write(arguments.folder)}")
+        print(f"report: {write(folder)}")
     except KeyError as error:
-        raise SystemExit(f"the template names {error}, which is none of --names") from error
+        raise SystemExit(f"the template names {error}, which this report does not know") from error
 
 
 if __name__ == "__main__":

@@ -96,9 +96,8 @@ def parse_arguments(argv: list[str] | None) -> Namespace:
     )
     add("--seed", type=int, default=0, help="seed of the random inputs (default %(default)s)")
     add("--device", type=available_device, default="cpu", help="where to compute: cpu or cuda (default cpu)")
-    add(
-        "--out", type=Path, default=Path("runs/paper/table1.json"), help="file to write (default %(default)s)"
-    )
+    out = Path("runs/paper/table1.json")
+    add("--out", type=Path, default=out, help="file to write (default %(default)s)")
     arguments = parser.parse_args(argv)
     if arguments.device.startswith("cuda") and arguments.dtype == "float32":
         parser.error("--dtype float32: the kernels take float16 and bfloat16; use --device cpu")
@@ -152,9 +151,8 @@ def measure(
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         out = sage_attention(*leaves, is_causal=arguments.causal, config=config)
         found = (out, *torch.autograd.grad(out, leaves, grad_out))
-        errors[variant] = {
-            name: compare(x, getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)
-        }
+        pairs = {name: (x, getattr(exact, name)) for name, x in zip(TENSORS, found, strict=True)}
+        errors[variant] = {name: (cosine_similarity(*xs), relative_l2(*xs)) for name, xs in pairs.items()}
     return errors
 
 
@@ -168,10 +166,6 @@ def draw_inputs(
     generator = torch.Generator().manual_seed(seed)
     draws = (std * torch.randn(shape, generator=generator) for std in (sigma, sigma, 1.0, 1.0))
     return [x.to(device, dtype) for x in draws]
-
-
-def compare(actual: Tensor, exact: Tensor) -> tuple[float, float]:
-    return cosine_similarity(actual, exact), relative_l2(actual, exact)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
 import model.huggingface
@@ -18,46 +17,31 @@ from data.corpus import Corpus
 from model.backends import AttentionFn
 from model.llama import Llama
 from scripts.output import save_figure, with_ending, write_compressed, write_markdown
-from scripts.runs import find_runs, milestones, open_data, places, read_settings
+from scripts.runs import find_runs, open_data, places, read_settings
 from trainer.checkpoint import checkpoint_of, load_weights
-from trainer.run_directory import RunDirectory
+from trainer.run_directory import RunDirectory, steps_in
 from trainer.settings import Settings
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Which weights of a run."""
-
-    run: str  # name of the run, which tells it from the others that are measured with it
-    step: int  # optimizer steps that the weights have seen
-    tokens: int  # tokens they have seen
-    tokens_per_step: int
-    qk_norm: bool
-    attention: str  # the run's own, "fpa" or "sagebwd"
-
-
-@dataclass(frozen=True)
 class TrainedRun:
-    """A run, and which of its weights: those of origin.step.
+    """A run, and which of its weights: the finished ones, or those of the checkpoint of `step`."""
 
-    checkpoint: the step whose checkpoint has them; None: they are the finished ones.
-    """
-
-    name: str
+    name: str  # which tells it from the others that are measured with it
     directory: RunDirectory
     settings: Settings
     corpus: Corpus
-    origin: Origin
-    checkpoint: int | None
+    step: int  # optimizer steps that the weights have seen
+    is_finished: bool
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the weights have seen."""
+        return self.step * self.settings.tokens_per_step
 
     @property
     def sequences_per_step(self) -> int:
         return self.settings.tokens_per_step // self.settings.context
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of q, k and v in the run."""
-        return getattr(torch, self.settings.hardware.dtype)
 
 
 def parser_of(program: str, description: str | None, examples: str | None, out: str) -> ArgumentParser:
@@ -99,7 +83,13 @@ def measure_all(
 def describe_trained(run: TrainedRun) -> dict[str, Any]:
     """What a run was trained with, as JSON."""
     settings = run.settings
-    return asdict(run.origin) | {
+    return {
+        "run": run.name,
+        "step": run.step,
+        "tokens": run.tokens,
+        "tokens_per_step": settings.tokens_per_step,
+        "qk_norm": settings.model.qk_norm,
+        "attention": settings.attention.backend,
         "context": settings.context,
         "sequences_per_step": run.sequences_per_step,
         "text": run.corpus.manifest.fingerprint,
@@ -135,41 +125,26 @@ def open_run(name: str, directory: RunDirectory, step: int | None) -> TrainedRun
                 "that started it continues it), or choose a checkpoint with --step"
             )
         directory.check()
-        reached = settings.total_steps
     else:
         checkpoint_of(directory.checkpoints, step)
-        reached = step
-    origin = Origin(
-        run=name,
-        step=reached,
-        tokens=reached * settings.tokens_per_step,
-        tokens_per_step=settings.tokens_per_step,
-        qk_norm=settings.model.qk_norm,
-        attention=settings.attention.backend,
-    )
-    return TrainedRun(name, directory, settings, open_data(directory, settings), origin, checkpoint=step)
+    corpus = open_data(directory, settings)
+    return TrainedRun(name, directory, settings, corpus, step or settings.total_steps, step is None)
 
 
 def milestones_of(run: TrainedRun) -> list[TrainedRun]:
-    """The run at each of its milestones before its end."""
-    return [
-        replace(
-            run,
-            checkpoint=step,
-            origin=replace(run.origin, step=step, tokens=step * run.origin.tokens_per_step),
-        )
-        for step in milestones(run.directory, run.settings)
-        if step < run.origin.step
-    ]
+    """The run at each checkpoint of milestone_every before its end."""
+    every = run.settings.milestone_every
+    steps = [step for step in steps_in(run.directory.checkpoints) if every and step % every == 0]
+    return [replace(run, step=step, is_finished=False) for step in steps if step < run.step]
 
 
 def load_model(run: TrainedRun, attention: AttentionFn) -> Llama:
     """Raises ValueError if the weights are damaged."""
     try:
-        if run.checkpoint is None:
+        if run.is_finished:
             return model.huggingface.load(run.directory.weights, attention)
         llama = Llama(run.settings.model, attention)
-        load_weights(run.directory.checkpoints, run.checkpoint, llama)
+        load_weights(run.directory.checkpoints, run.step, llama)
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"{run.name}: {error}") from error
     return llama

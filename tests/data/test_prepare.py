@@ -85,7 +85,7 @@ def test_any_number_of_processes_makes_the_same_bytes_once(settings, tmp_path, m
     one = prepare(settings)
     two = prepare(elsewhere(settings, tmp_path, processes=2))
     assert one.name == two.name
-    monkeypatch.setattr(jsonl, "BATCH_BYTES", 500)
+    monkeypatch.setattr(sources, "BATCH_BYTES", 500)
     three = prepare(dataclasses.replace(settings, root=str(tmp_path / "three")))
     assert contents(one) == contents(two) == contents(three)
     monkeypatch.setattr(workers, "run", lambda *_: pytest.fail("worked again"))

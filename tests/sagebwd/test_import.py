@@ -32,19 +32,17 @@ def test_importing_registers_the_operators_and_the_reference_imports_no_kernels(
         "out = sagebwd.sage_attention(q, q, q)\n"
         "out.sum().backward()\n"
         "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])\n"
-        "from torch.utils.flop_counter import flop_registry\n"
-        "print(torch.ops.sagebwd.backward in flop_registry)\n"
         "print(out.sum().item())\n"
         "try:\n"
         "    sagebwd.sage_attention(q, q, q, kernels='triton')\n"
         "except ValueError as error:\n"
         "    print(error)\n"
     )
-    modules, is_initialized, not_needed, is_counted, total, message = printed.splitlines()
+    modules, is_initialized, not_needed, total, message = printed.splitlines()
     assert "sagebwd.attention" in modules
     for name in ("triton", "hopper", "torch", "cuda"):
         assert name not in modules
-    assert (is_initialized, not_needed, is_counted) == ("False", "[]", "True")
+    assert (is_initialized, not_needed) == ("False", "[]")
     assert float(total) == pytest.approx(40 * 32, rel=1e-2)
     assert message.startswith('the tensors are on the CPU; move them to a GPU, or pass kernels="reference"')
 

@@ -73,7 +73,7 @@ def test_every_run_can_be_planned(compose_settings, monkeypatch):
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_command_is_one_that_its_script_takes(scale):
     for text in {text for item in items().values() for text in item.commands[scale]}:
-        asked = argparse.Namespace(results="r", scale=scale)
+        asked = argparse.Namespace(results="r")
         _, _, module, *words = reproduce.measure_command(text, [Path("runs/NAME")], asked)
         assert_takes(module, words)
         assert words[words.index("--out") + 1].startswith("r/")

@@ -145,8 +145,8 @@ class Tokens:
 @pytest.mark.parametrize(("last_step", "unseen"), [(0, True), (2, True), (4, False), (7, False)])
 def test_batches_are_disjoint_and_behind_the_end_of_the_run(compose_settings, last_step, unseen):
     settings = compose_settings("experiment=debug", "context=8", "tps.tokens_per_step=16", "tps.divide_by=1")
-    places = {"corpus": SimpleNamespace(train=Tokens()), "origin": SimpleNamespace(step=last_step)}
-    run = SimpleNamespace(name="run", settings=settings, **places)
+    corpus = SimpleNamespace(train=Tokens())
+    run = SimpleNamespace(name="run", settings=settings, corpus=corpus, step=last_step)
     batches, found_unseen = draw_batches(run, 3, 16)
     loader = BatchLoader(Tokens(), context=8, sequences_per_step=2, micro_batch=1, seed=settings.seed)
     before = {index for step in range(last_step) for index in loader.sequence_indices(step)}
@@ -197,7 +197,7 @@ def test_from_a_run_to_its_numbers(train_here, tmp_path, capsys):
     assert abs(differences[CONTROL][0]) < 1e-5 < abs(differences["paper"][0])
 
     text = (tmp_path / "out" / "bias.md").read_text()
-    assert f"compared with FlashAttention-2; `{CONTROL}` is plain PyTorch. Bias:" in text
+    assert f"compared with FlashAttention-2; `{CONTROL}` is math. Bias:" in text
     assert re.search(r"\| `paper` +\|", text)
     assert "Trained with fpa with QK-norm on 444 tokens, 148 a step" in text
     check_refusals(tmp_path, capsys)

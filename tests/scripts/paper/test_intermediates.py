@@ -12,7 +12,7 @@ from sagebwd.metrics import cosine_similarity, relative_l2
 from sagebwd.reference import exact_attention
 from sagebwd.reference.quantization import quantize
 from scripts.paper import intermediates
-from scripts.paper.intermediates import ROUNDED, Comparison, rounded
+from scripts.paper.intermediates import ROUNDED, products, rounded, similarity
 from tests.inputs import draw
 from trainer.probe import Captured
 
@@ -67,6 +67,4 @@ def test_the_rounding_of_its_own_is_the_larger_part_of_the_error_of_p():
 def test_without_anything_to_compare_with():
     zero, one = torch.zeros(3), torch.ones(3)
     for actual, exact, values in ((one, zero, (math.nan, math.nan)), (zero, one, (0, 1))):
-        comparison = Comparison()
-        comparison.add(actual, exact)
-        assert comparison.values() == pytest.approx(values, nan_ok=True)
+        assert similarity(products(actual, exact)) == pytest.approx(values, nan_ok=True)

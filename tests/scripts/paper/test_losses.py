@@ -148,8 +148,8 @@ def make_pairs(make_run):
 
 
 def test_a_difference_stands_beside_its_null(make_pairs, tmp_path, capsys):
-    curves.main([*map(str, make_pairs()), "--out", str(tmp_path / "figure"), "--item", "figure1b"])
-    null, sage = compare(read_json(tmp_path / "figure.json")["runs"])
+    curves.main([*map(str, make_pairs()), "--out", str(tmp_path / "figure1b")])
+    null, sage = compare(read_json(tmp_path / "figure1b.json")["runs"])
     assert (null.kind, null.minus) == ("null", "full precision")
     assert null.losses["training"].by_seed == {"1": pytest.approx(0.02), "2": pytest.approx(0.02)}
     gap = sage.losses["training"]
@@ -160,7 +160,7 @@ def test_a_difference_stands_beside_its_null(make_pairs, tmp_path, capsys):
     assert gap.half_width == pytest.approx(3.182 * noise * (1 / 2 + 1 / 4) ** 0.5, rel=1e-3)
     assert gap.p == pytest.approx(1 / 9)
     assert "+0.1000" in capsys.readouterr().out
-    assert (tmp_path / "figure.png").exists()
+    assert (tmp_path / "figure1b.png").exists()
 
 
 def test_a_branch_has_an_interval_of_its_own_over_starting_models(make_run):
