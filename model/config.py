@@ -27,6 +27,7 @@ class LlamaConfig:
     qk_norm_gain: float = 1.0  # choice; of QK-norm before training: logits grow with its square
     tie_embeddings: bool = True  # choice: without tying, the published size leaves too few layers
     init_std: float = 0.02  # choice: GPT-2's and Llama's; of the weights before training
+    linear: str | None = None  # choice; products with the blocks' weights; float8: in FP8 (torchao)
 
     @property
     def kv_heads(self) -> int:
@@ -83,6 +84,15 @@ def _inconsistent(config: LlamaConfig) -> list[str]:
             f"model.d_model={config.d_model} is not a multiple of model.n_heads={config.n_heads}, which the "
             f"Hugging Face layout requires; use model.d_model={_alternatives(multiples, config.d_model)}"
         )
+    if config.linear not in (None, "float8"):
+        problems.append(f"model.linear={config.linear} is unknown; choose float8 or null")
+    heads = (config.n_heads * config.d_head, config.kv_heads * config.d_head)
+    sizes = (config.d_model, config.d_ffn, *heads)
+    if config.linear == "float8" and any(size % 16 for size in sizes):
+        problems.append(
+            "model.linear=float8 needs multiples of 16, but d_model, d_ffn and the channels of all query and "
+            f"of all key heads are {', '.join(map(str, sizes))}; change them, or use model.linear=null"
+        )
     return problems
 
 
@@ -98,9 +108,9 @@ def _alternatives(valid: list[int], wrong: int) -> str:
 
 
 #: Fields that may differ between weights and the model they are read into: the length of the rotary table,
-#: which is computed, and the initialization. (n_kv_heads is compared as kv_heads, with its default filled
-#: in.)
-NOT_IN_WEIGHTS = ("max_context", "qk_norm_gain", "init_std", "n_kv_heads")
+#: which is computed, the initialization, and how products are computed. (n_kv_heads is compared as kv_heads,
+#: with its default filled in.)
+NOT_IN_WEIGHTS = ("max_context", "qk_norm_gain", "init_std", "linear", "n_kv_heads")
 
 
 def differences(stored: LlamaConfig, wanted: LlamaConfig) -> list[tuple[str, object, object]]:

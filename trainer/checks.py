@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 
@@ -155,6 +156,21 @@ def check_hardware(settings: Settings, ranks: int) -> Problems:
         )
 
 
+def check_float8(settings: Settings, ranks: int) -> Problems:
+    if settings.model.linear is None:
+        return
+    if settings.hardware.dtype != "bfloat16":
+        yield f"model.linear=float8 in hardware.dtype={settings.hardware.dtype}; use hardware.dtype=bfloat16"
+    if find_spec("torchao") is None:
+        yield "model.linear=float8 needs torchao: pip install -e '.[train,float8]' -c constraints.txt"
+    on_gpu = settings.hardware.device == "cuda" and torch.cuda.is_available() and not settings.plan
+    if on_gpu and torch.cuda.get_device_capability() < (8, 9):
+        yield (
+            f"model.linear=float8, but {torch.cuda.get_device_name()} has no FP8, which begins with compute "
+            "capability 8.9 (Ada, Hopper); use model.linear=null"
+        )
+
+
 def check_context(settings: Settings, ranks: int) -> Problems:
     if settings.context > settings.model.max_context:
         yield (
@@ -242,6 +258,7 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_documents,
     check_muon,
     check_hardware,
+    check_float8,
     check_context,
     check_context_parallel,
     check_length,

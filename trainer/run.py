@@ -313,6 +313,8 @@ def build_llama(settings: Settings, sizes: Sizes, backend: Backend, ranks: Ranks
         torch.set_float32_matmul_precision("high")
     torch.manual_seed(settings.seed)
     made = Llama(settings.model, backend.attend)
+    if settings.model.linear == "float8":
+        use_float8(made, emulate=settings.hardware.device == "cpu")
     log.info(
         "model: %s parameters; attention: %s; %s steps of %s tokens on %d × %s",
         f"{model.config.parameter_count(settings.model):,}",
@@ -323,6 +325,16 @@ def build_llama(settings: Settings, sizes: Sizes, backend: Backend, ranks: Ranks
         torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "CPU",
     )
     return made
+
+
+def use_float8(llama: Llama, *, emulate: bool) -> None:
+    """Compute the products with the blocks' weights in FP8, one scale a tensor. Weights and their names stay.
+
+    emulate: on devices without FP8, with its rounding, slowly.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    convert_to_float8_training(llama.layers, config=Float8LinearConfig(emulate=emulate))
 
 
 def bytes_per_token(

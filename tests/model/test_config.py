@@ -58,6 +58,8 @@ def test_parameter_count_is_that_of_the_module(make_config, changes):
         ({"n_kv_heads": 0}, ["model.n_kv_heads=0", "at least 1"]),
         ({"d_head": 63}, ["model.d_head=63 is odd", "d_head=62 or 64"]),
         ({"d_head": 1}, ["model.d_head=1 is odd", "d_head=2"]),
+        ({"linear": "fp8"}, ["model.linear=fp8", "float8 or null"]),
+        ({"linear": "float8", "d_ffn": 3080}, ["3080", "multiples of 16", "model.linear=null"]),
         ({"d_model": 1000}, ["model.d_model=1000", "model.n_heads=16", "d_model=992 or 1008"]),
         ({"d_model": 10}, ["model.d_model=10", "d_model=16"]),
         ({"vocab_size": 0}, ["model.vocab_size=0"]),

@@ -114,6 +114,7 @@ BAD = [
         ["hardware=cpu", "hardware.cuda_graphs=true"],
         ["hardware.device=cpu", "1 device(s)", "cuda_graphs=false"],
     ),
+    (["model.linear=float8", "hardware.dtype=float32"], ["hardware.dtype=float32", "bfloat16"]),
     (["hardware.timeout_s=inf"], ["hardware.timeout_s=inf"]),
     (["seed=-1"], ["seed=-1"]),
     (["seed=9223372036854775808"], ["seed=9223372036854775808"]),

@@ -10,8 +10,11 @@ import pytest
 import tokenizers
 import torch
 import torch._inductor.config
+import torch.nn.functional as F
 
 from common.errors import TrainingError
+from model.llama import Llama
+from tests import warm
 from tests.cli import losses
 from trainer import loop, parallel, run
 from trainer.distributed import Ranks
@@ -232,3 +235,47 @@ def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):
     with pytest.raises(TrainingError, match=r"^sample_prompt='The ': .*UNK"):
         train_here(tmp_path / "run", *own)
     assert train_here(tmp_path / "run", *own, "sample_prompt=dark", "steps=1", "tps.warmup_steps=0").step == 1
+
+
+def test_float8_rounds_the_operands_of_the_blocks_products(compose_settings):
+    """Against float64 products of operands rounded by hand, one scale a tensor; gradients to e5m2."""
+    settings = compose_settings("experiment=debug")
+    llama = Llama(settings.model, F.scaled_dot_product_attention)
+    before = {name: x.clone() for name, x in llama.state_dict().items()}
+    run.use_float8(llama, emulate=True)
+    torch.testing.assert_close(llama.state_dict(), before, rtol=0, atol=0)  # in any other model, too
+    kinds = {name: type(x).__name__ for name, x in llama.named_modules() if name.endswith("_proj")}
+    assert kinds.keys() == {name.removesuffix(".weight") for name in before if name.endswith("_proj.weight")}
+    assert {*kinds.values()} == {"Float8Linear"}
+
+    def rounded(x, dtype=torch.float8_e4m3fn):
+        scale = torch.finfo(dtype).max / x.detach().double().abs().max()
+        return (x.detach() * scale.float()).to(dtype).double() / scale
+
+    linear = llama.layers[0].mlp.gate_proj
+    x = torch.randn(32, linear.in_features, requires_grad=True)
+    gradient = torch.randn(32, linear.out_features)
+    out = linear(x)
+    out.backward(gradient)
+    operands = rounded(x), rounded(linear.weight), rounded(gradient, torch.float8_e5m2)
+    products = operands[0] @ operands[1].T, operands[2] @ operands[1], operands[2].T @ operands[0]
+    for found, wanted in zip((out, x.grad, linear.weight.grad), products, strict=True):
+        assert (found.double() - wanted).norm() < 1e-5 * wanted.norm()
+
+
+def test_a_run_in_float8_continues_as_it_began(datasets, tmp_path):
+    overrides = (*SHORT, "hardware.dtype=bfloat16")
+    whole, stopped, bf16 = (
+        warm.debug_settings(datasets, *overrides, f"model.linear={linear}", f"run_dir={tmp_path / name}")
+        for name, linear in (("whole", "float8"), ("stopped", "float8"), ("bf16", "null"))
+    )
+    warm.run(whole)
+    warm.run(bf16)
+    warm.run(stopped, dies_at_step_3, code=1)
+    warm.run(stopped)
+    assert losses(tmp_path / "whole") == losses(tmp_path / "stopped")
+    assert 0 < abs(losses(tmp_path / "whole")[-1] - losses(tmp_path / "bf16")[-1]) < 0.02
+
+
+def dies_at_step_3():
+    warm.at_step(3, lambda _: os._exit(1))
