@@ -12,7 +12,7 @@ divergence      NaN and Inf end a run, outliers are logged; probe: error of INT8
 record          metrics, progress bar, log, W&B, TensorBoard; plot: pictures
 export          weights for Hugging Face with their card; callbacks: a user's own code
 estimate        memory, time and disk of a run, the table of plan=true
-machine         what there is here, code too, and a profile of it
+machine         what there is here, code too
 processes       stopping them, and commands in parallel; sweep: the runs of a sweep
 """
 

@@ -201,6 +201,16 @@ def refusal(settings: Settings, ranks: int, estimate: Memory) -> str:
     )
 
 
+def advise_smaller_batch(settings: Settings, ranks: int) -> str:
+    """What helps if a GPU's memory runs out while it trains."""
+    micro_batch = sizes_of(settings, ranks).micro_batch
+    return (
+        f"with hardware.micro_batch={micro_batch} sequences of {settings.context} tokens. Use "
+        f"hardware.micro_batch={max(micro_batch // 2, 1)}: the tokens per step, and so the training, stay "
+        "the same"
+    )
+
+
 def fitting(settings: Settings, ranks: int, estimate: Memory) -> Iterator[str]:
     """Changes that train the same and fit, each with its largest micro-batch and the memory it then takes."""
     hardware = settings.hardware

@@ -20,12 +20,11 @@ from model.config import flops_per_token
 from model.generate import generate
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, parallel, processes
-from trainer.checks import sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import check_copies
-from trainer.estimate import check_disk, check_memory, report_memory
+from trainer.estimate import advise_smaller_batch, check_disk, check_memory, report_memory
 from trainer.export import draw, export, model_card
-from trainer.machine import dump_memory, peak_memory_gib, remember_allocations
+from trainer.machine import peak_memory_gib
 from trainer.processes import StopRequest
 from trainer.record import log_to
 from trainer.run import Run, validation_batches
@@ -66,8 +65,6 @@ def train(settings: Settings) -> None:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
             report_memory(estimate)
-            if settings.profile.memory:
-                remember_allocations(ranks.device)
             loop(Run(settings, directory, ranks, stop))
 
 
@@ -180,14 +177,21 @@ def with_user_facing_errors(settings: Settings, ranks: Ranks) -> Iterator[None]:
             f"{explain(error)}. Make room or correct the place; the same command then continues"
         ) from error
     except torch.OutOfMemoryError as error:
-        micro_batch = sizes_of(settings, ranks.count).micro_batch
-        snapshot = Path(settings.run_dir, "profile", f"out_of_memory_rank_{ranks.rank}.pickle")
+        snapshot = Path(settings.run_dir, f"out_of_memory_rank_{ranks.rank}.pickle")
         written = f". What it held, for pytorch.org/memory_viz: {snapshot}" if dump_memory(snapshot) else ""
-        raise TrainingError(
-            f"{str(error).split('.')[0]}, with hardware.micro_batch={micro_batch} sequences of "
-            f"{settings.context} tokens. Use hardware.micro_batch={max(micro_batch // 2, 1)}: the tokens per "
-            f"step, and so the training, stay the same{written}"
-        ) from error
+        smaller = advise_smaller_batch(settings, ranks.count)
+        raise TrainingError(f"{str(error).split('.')[0]}, {smaller}{written}") from error
+
+
+def dump_memory(path: Path) -> bool:
+    """Write what is in the memory of the GPU; whether that was possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # `locked` removes the folder of a run without a step
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError, AssertionError) as error:  # another error is to be told
+        log.warning("the memory's contents could not be written to %s: %s", path, error)
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------- what may be due after a step
@@ -232,12 +236,6 @@ def _write_step(run: Run, values: dict[str, Any]) -> None:
     speed = {"tokens_per_second": tokens_per_second, "mfu": mfu, "peak_memory_gib": memory}
     run.record.write({"step": run.step, "tokens": run.tokens, **values, **speed})
     run.record.progress(values["loss"], tokens_per_second, mfu)
-
-
-def write_profile(run: Run, values: dict[str, Any]) -> None:
-    if run.profiler:
-        with run.stopwatch.paused():
-            run.profiler.step()
 
 
 def save(run: Run, values: dict[str, Any]) -> None:
@@ -404,7 +402,6 @@ AFTER_A_STEP = (
     reserve_memory,
     call_callbacks,
     write_log,
-    write_profile,
     save,
     compare_copies,
     stop_if_asked,

@@ -1,6 +1,5 @@
-"""What this machine has: code and packages, memory and speed; and a profile of what it does."""
+"""What this machine has: code and packages, memory and speed."""
 
-import logging
 import math
 import os
 import platform
@@ -15,10 +14,6 @@ from typing import NamedTuple
 from zlib import crc32
 
 import torch
-import torch.profiler
-from torch.profiler import ProfilerActivity
-
-log = logging.getLogger(__name__)
 
 ROOT = Path(__file__).parents[1]
 
@@ -202,60 +197,3 @@ def peak_memory_gib(device: torch.device, *, cuda_graphs: bool = False) -> float
         return None
     peak = torch.cuda.max_memory_reserved if cuda_graphs else torch.cuda.max_memory_allocated
     return peak(device) / 2**30
-
-
-# ---------------------------------------------------------------------- profiles
-
-ROWS = 25  # operators in the table
-ALLOCATIONS = 100_000  # the newest ones, whose places in the code are remembered
-
-
-def remember_allocations(device: torch.device) -> None:
-    """From now on remember where in Python each tensor on the GPU was allocated."""
-    if device.type == "cuda":
-        torch.cuda.memory._record_memory_history(context="alloc", stacks="python", max_entries=ALLOCATIONS)
-
-
-def dump_memory(path: Path) -> bool:
-    """Write what is in the memory of the GPU, and where it was allocated; whether that was possible."""
-    try:
-        path.parent.mkdir(exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
-    except (OSError, RuntimeError, AssertionError) as error:  # another error is to be told
-        log.warning("the memory's contents could not be written to %s: %s", path, error)
-        return False
-    return True
-
-
-def start_profiler(
-    folder: Path, *, start: int, steps: int, first_step: int, rank: int, device: torch.device
-) -> torch.profiler.profile:
-    """Record `steps` steps, after `start` others of this process; call `step()` of the result after each.
-
-    The first steps of a process compile and allocate, so they are left out; the last of these warms the
-    profiler up. A trace and a table of the most expensive operators are written to `folder` when the steps
-    are done, or when `stop()` is called before. first_step: steps that the run did before this process.
-    """
-    on_gpu = device.type == "cuda"
-
-    def write(profiler: torch.profiler.profile) -> None:
-        name = f"steps_{first_step + start + 1}-{first_step + profiler.step_num}_rank_{rank}"
-        trace, table = folder / f"{name}.json.gz", folder / f"{name}.txt"
-        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
-        try:
-            folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(trace))
-            table.write_text(profiler.key_averages().table(sort_by=order, row_limit=ROWS) + "\n")
-        except (OSError, RuntimeError) as error:  # a profile must not end a training run
-            log.warning("profile: could not be written to %s: %s", folder, error)
-        else:
-            log.info("profile: %s (for ui.perfetto.dev) and %s", trace, table.name)
-
-    profiler = torch.profiler.profile(
-        activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu,
-        schedule=torch.profiler.schedule(wait=start - 1, warmup=1, active=steps, repeat=1),
-        on_trace_ready=write,
-        acc_events=True,  # there is one cycle; without it torch warns that later ones clear its events
-    )
-    profiler.start()
-    return profiler

@@ -30,7 +30,7 @@ from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import report_length
-from trainer.machine import peak_tflops, start_profiler
+from trainer.machine import peak_tflops
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
@@ -96,12 +96,9 @@ class Run:
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
         self.record = _start_record(self, restored.get("wandb_id")) if ranks.is_main else None
-        self.profiler = _start_profiler(self) if settings.profile.steps else None
 
     def close(self) -> None:
         """Whether it ended or failed."""
-        if self.profiler:
-            self.profiler.stop()
         self.checkpoints.close()
         if self.record:
             self.record.close()
@@ -206,17 +203,6 @@ def all_validation_batches(run: Run) -> Iterator[Batch]:
     """Of all sets, one after the other."""
     for one in run.corpus.validation:
         yield from validation_batches(run, one)
-
-
-def _start_profiler(run: Run) -> torch.profiler.profile:
-    return start_profiler(
-        run.directory.profile,
-        start=run.settings.profile.start,
-        steps=run.settings.profile.steps,
-        first_step=run.first_step,
-        rank=run.ranks.rank,
-        device=run.ranks.device,
-    )
 
 
 def _start_record(run: Run, wandb_id: str | None) -> Record:

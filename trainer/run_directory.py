@@ -77,7 +77,6 @@ class RunDirectory:
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
-        self.profile = path / "profile"  # of a few steps: trainer/machine.py
         self.wandb_id = path / ".wandb_id"  # the run's id in W&B
         self.done = path / "DONE"
         self.diverged = path / "DIVERGED"

@@ -150,15 +150,6 @@ class SpikeSettings:
 
 
 @dataclass
-class ProfileSettings:
-    """Recording a few steps with torch.profiler, and what is in memory (trainer/machine.py)."""
-
-    steps: int = not_negative(0)  # how many steps; 0: no profile
-    start: int = positive(10)  # after so many other steps of this process
-    memory: bool = False  # remember which line allocated what, for the snapshot if a GPU's memory runs out
-
-
-@dataclass
 class HardwareSettings:
     """What the run executes on. Changes the speed, not the experiment."""
 
@@ -206,7 +197,6 @@ class Settings:
     hardware: HardwareSettings = field(default_factory=HardwareSettings, metadata=MAY_CHANGE)
     probe: ProbeSettings = field(default_factory=ProbeSettings, metadata=MAY_CHANGE)
     spike: SpikeSettings = field(default_factory=SpikeSettings, metadata=MAY_CHANGE)
-    profile: ProfileSettings = field(default_factory=ProfileSettings, metadata=MAY_CHANGE)
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
     branch_from: str | None = None  # a run to go on from, with its optimizer (trainer/start.py)
