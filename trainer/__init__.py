@@ -11,8 +11,8 @@ distributed     ranks; parallel: a model on several devices
 divergence      NaN and Inf end a run, outliers are logged; probe: error of INT8 attention
 record          metrics, progress bar, log, W&B, TensorBoard; plot: pictures
 export          weights for Hugging Face with their card; callbacks: a user's own code
-estimate        memory, time and disk of a run, the table of plan=true
-machine         what there is here, code too
+estimate        memory and time of a run on GPUs, its disk; the table of plan=true
+software        what a run is trained with
 processes       stopping them, and commands in parallel; sweep: the runs of a sweep
 """
 

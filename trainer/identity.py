@@ -13,8 +13,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from common.files import read_bytes
 from common.overrides import escaped
 from model import backends
-from trainer.machine import software
 from trainer.settings import Settings
+from trainer.software import software
 
 Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
 

@@ -22,9 +22,8 @@ from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, parallel, processes
 from trainer.distributed import Ranks
 from trainer.divergence import check_copies
-from trainer.estimate import advise_smaller_batch, check_disk, check_memory, report_memory
+from trainer.estimate import advise_smaller_batch, check_disk, check_memory
 from trainer.export import draw, export, model_card
-from trainer.machine import peak_memory_gib
 from trainer.processes import StopRequest
 from trainer.record import log_to
 from trainer.run import Run, validation_batches
@@ -52,7 +51,6 @@ def train(settings: Settings) -> None:
     ):
         if ranks.count > 1:
             ranks.compare(identity.of_rank(settings))
-        estimate = check_memory(settings, ranks.count)
         directory = TrainingDirectory(Path(settings.run_dir))
         if processes.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
             if ranks.is_main:
@@ -64,7 +62,7 @@ def train(settings: Settings) -> None:
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            report_memory(estimate)
+            check_memory(settings, ranks.count)
             loop(Run(settings, directory, ranks, stop))
 
 
@@ -232,10 +230,21 @@ def _write_step(run: Run, values: dict[str, Any]) -> None:
     if run.peak:
         flops = tokens_per_second * flops_per_token(settings.model, settings.context)
         mfu = flops / (run.peak * 1e12 * run.ranks.count)
-    memory = peak_memory_gib(run.ranks.device, cuda_graphs=settings.hardware.cuda_graphs)
-    speed = {"tokens_per_second": tokens_per_second, "mfu": mfu, "peak_memory_gib": memory}
+    speed = {"tokens_per_second": tokens_per_second, "mfu": mfu, "peak_memory_gib": _peak_memory_gib(run)}
     run.record.write({"step": run.step, "tokens": run.tokens, **values, **speed})
     run.record.progress(values["loss"], tokens_per_second, mfu)
+
+
+def _peak_memory_gib(run: Run) -> float | None:
+    """Of tensors on this GPU so far; None on a CPU.
+
+    That count leaves out the memory of CUDA graphs. With them this is all that PyTorch reserved, used or not.
+    """
+    if run.ranks.device.type != "cuda":
+        return None
+    with_graphs = run.settings.hardware.cuda_graphs
+    peak = torch.cuda.max_memory_reserved if with_graphs else torch.cuda.max_memory_allocated
+    return peak(run.ranks.device) / 2**30
 
 
 def save(run: Run, values: dict[str, Any]) -> None:

@@ -21,9 +21,9 @@ from common import terminal
 from common.errors import TrainingError, first
 from common.files import write_text
 from common.redaction import RedactingFormatter, redact
-from trainer.machine import find_commit
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings
+from trainer.software import find_commit
 
 log = logging.getLogger(__name__)
 

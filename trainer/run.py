@@ -29,8 +29,7 @@ from trainer.checkpoint import Checkpoints, restore
 from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
-from trainer.estimate import report_length
-from trainer.machine import peak_tflops
+from trainer.estimate import peak_tflops, report_length
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest

@@ -17,8 +17,8 @@ from common.errors import TrainingError
 from common.files import append_line, damaged_line, read_bytes, read_line, read_lines, write_text
 from common.redaction import redact
 from trainer import identity
-from trainer.machine import software
 from trainer.settings import Settings
+from trainer.software import software
 
 log = logging.getLogger(__name__)
 

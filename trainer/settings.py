@@ -168,7 +168,7 @@ class HardwareSettings:
     context_parallel: int = positive(1)
     # "blocks": activation checkpointing of all but attention
     recompute: str = setting("none", choices=("none", "blocks"))
-    check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
+    check_memory: bool = True  # refuse a run that cannot fit in a GPU's memory (trainer/estimate.py)
     timeout_s: float = positive(600.0)  # the run ends if a rank keeps the others waiting for longer
     peak_tflops: float | None = positive(None)  # dense bf16 peak for MFU; null: looked up by GPU name
 
