@@ -23,9 +23,9 @@ from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, processes, settings, sweep
 from trainer.checks import check
 from trainer.estimate import describe
-from trainer.run_directory import RunDirectory, name_directory
+from trainer.run_directory import RunDirectory
 from trainer.settings import Settings
-from trainer.start import TrainingDirectory, inherited
+from trainer.start import TrainingDirectory, inherited, name_directory
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -27,6 +27,7 @@ from trainer.divergence import not_finite
 from trainer.export import export, model_card
 from trainer.run_directory import RunDirectory, checkpoint_of, newest_step, read_metrics, read_seal
 from trainer.settings import Settings
+from trainer.start import check_checkpoint
 
 
 @ends_with_message()
@@ -78,7 +79,7 @@ def load_checkpoint(directory: RunDirectory, settings: Settings, step: int) -> L
     """The model of a checkpoint of a run with these settings, on the CPU. Raises as `export_checkpoint`."""
     path = checkpoint_of(directory.checkpoints, step)
     sealed = sealed_in(path)
-    directory.check_checkpoint(path, sealed, settings)
+    check_checkpoint(path, sealed, settings)
     if sealed.get("tokenizer") not in (None, tokenizer_identity(settings.data.tokenizer)):
         raise ValueError(
             f"{directory.path} was trained with another tokenizer than data.tokenizer="

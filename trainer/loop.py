@@ -21,7 +21,6 @@ from model.generate import generate
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, parallel, processes
 from trainer.distributed import Ranks
-from trainer.divergence import check_copies
 from trainer.estimate import advise_smaller_batch, check_disk, check_memory
 from trainer.export import draw, export, model_card
 from trainer.processes import StopRequest
@@ -260,7 +259,7 @@ def compare_copies(run: Run, values: dict[str, Any]) -> None:
     """Of the weights on all ranks, unless saving did."""
     if run.step % COMPARE_EVERY == 0 and run.saved_step != run.step:
         with run.stopwatch.paused():
-            check_copies(run.llama, run.ranks, run.step)
+            run.guard.check_copies(run.step)
 
 
 def stop_if_asked(run: Run, values: dict[str, Any]) -> None:
@@ -421,7 +420,7 @@ AFTER_A_STEP = (
 
 def catch_up(run: Run) -> None:
     """Of a run that resumes: measure what was due at its checkpoint's step and is not recorded."""
-    check_copies(run.llama, run.ranks, run.step)
+    run.guard.check_copies(run.step)
     records = run.ranks.from_main(run.directory.records)
     done = {key for one in records if one["step"] == run.step for key in one}
     for event, key in ((measure_attention, "probe/seconds"), (evaluate, "val_loss")):

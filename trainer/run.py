@@ -15,15 +15,14 @@ from torch import Tensor
 
 import model.config
 import model.huggingface
-from common.errors import SettingsError, TrainingError, explain, user_facing
+from common.errors import TrainingError, user_facing
 from data.corpus import Corpus, ValidationSet, open_corpus
 from data.loader import Batch, BatchLoader, evaluation_batches
-from data.tokenizers import Tokenizer, tokenizer_identity
+from data.tokenizers import Tokenizer
 from data.tokens import count_sequences
 from model.backends import Backend
-from model.config import LlamaConfig
 from model.llama import Llama
-from trainer import identity, parallel
+from trainer import parallel
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints, restore
 from trainer.checks import Sizes, groups, report_warmup, sizes_of
@@ -34,9 +33,8 @@ from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
 from trainer.probe import Alarm, build_probe
 from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
-from trainer.run_directory import RunDirectory, checkpoint_of, checkpoints_in, newest_step, verify_seal
 from trainer.settings import Settings
-from trainer.start import WEIGHTS, WEIGHTS_ALONE, TrainingDirectory
+from trainer.start import TrainingDirectory, check_checkpoint, find_branch, find_weights
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +174,7 @@ class Run:
 
     def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
         """Raise TrainingError if the checkpoint is of another run, or of a run on other text."""
-        self.directory.check_checkpoint(path, sealed, self.settings)
+        check_checkpoint(path, sealed, self.settings)
         if sealed.get("data") != self.corpus.manifest.fingerprint:
             raise TrainingError(
                 f"{self.directory.path} was trained on other text or with another tokenizer than these data "
@@ -320,66 +318,6 @@ def bytes_per_token(
         first, last = (one.tokens.source_bytes(stop, tokenizer.count_bytes) for stop in (1, targets + 1))
         found.append((last - first) / targets)
     return found
-
-
-# ---------------------------------------------------------------------- where it starts from
-
-
-def find_weights(settings: Settings, directory: RunDirectory) -> str | None:
-    """The folder of weights to start from, if one is set and there is no checkpoint yet.
-
-    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
-    """
-    folder = settings.init_from
-    if folder is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        weights = Path(folder).absolute()
-        if (run := RunDirectory(weights.parent)).weights == weights:
-            run.check(weights)
-        stored = model.huggingface.read_config(folder)
-    except (OSError, ValueError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(f"init_from={folder}: {why}; give {WEIGHTS}") from error
-    if wrong := model.config.differences(stored, settings.model):
-        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
-        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
-        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
-    return folder
-
-
-def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to start from, and its seal, if one is set and there is none of this run yet.
-
-    Raises TrainingError if its weights or its optimizer's state are not those of this model and optimizer.
-    """
-    if settings.branch_from is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        folder = RunDirectory(Path(settings.branch_from)).checkpoints
-        path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
-        sealed = verify_seal(path)
-        stored = identity.checked(sealed.get("settings"))
-        shape = LlamaConfig(**stored["model"])
-        wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
-        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
-            wrong.append(f"optimizer.name={old}")
-        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
-            raise ValueError(
-                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
-                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
-                f"class that you know, or use {WEIGHTS_ALONE}"
-            )
-        if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
-            wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
-    if wrong:
-        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
-    if sealed["step"] >= settings.total_steps:
-        raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
-    return path, sealed
 
 
 def load_branch(

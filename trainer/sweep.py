@@ -46,9 +46,9 @@ from trainer.processes import (
     run_all,
     under_torchrun,
 )
-from trainer.run_directory import RunDirectory, default_name, name_directory
+from trainer.run_directory import RunDirectory
 from trainer.settings import Settings, unresolved
-from trainer.start import inherited
+from trainer.start import default_name, inherited, name_directory
 
 # ---------------------------------------------------------------------- before and after
 
