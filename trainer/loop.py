@@ -293,7 +293,7 @@ def _measure_attention(run: Run) -> None:
         values = run.probe.measure(*batch, autocast=run.autocast, is_main=run.ranks.is_main)
     if run.record:
         run.record.write({"step": run.step, "tokens": run.tokens, **values})
-        for warning in run.alarm.warnings(run.step, values, run.probe.layers):
+        for warning in run.probe.warnings(run.step, values):
             log.warning(warning)
 
 

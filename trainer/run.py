@@ -30,7 +30,7 @@ from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
 from trainer.estimate import peak_tflops, report_length
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
-from trainer.probe import Alarm, build_probe
+from trainer.probe import build_probe
 from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
 from trainer.settings import Settings
@@ -88,7 +88,6 @@ class Run:
         self.probe = build_probe(
             settings, self.llama, self.backend, device=ranks.device, dtype=settings.dtype
         )
-        self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)

@@ -61,7 +61,7 @@ from scripts.paper.trained_runs import (
     open_runs,
     parser_of,
 )
-from trainer.probe import Captured, capture, errors, exact_layer, explanations
+from trainer.probe import Captured, capture, errors, exact_layer
 
 PROGRAM = "python -m scripts.paper.layers"
 
@@ -139,9 +139,9 @@ def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace) -
     variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
     captured, rows = capture_run(run, range(run.settings.model.n_layers), arguments), []
     for layer, tensors in captured.items():
-        exact = exact_layer(tensors)
+        exact, statistics = exact_layer(tensors)
         measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
-        rows.append(Row(run.name, layer, measured, with_step(explanations(tensors, exact), run)))
+        rows.append(Row(run.name, layer, measured, with_step(statistics, run)))
         yield rows[-1:]
     worst = most_error_prone(rows, "paper").layer
     result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}
