@@ -152,10 +152,7 @@ def _problem(record: dict[str, Any]) -> str | None:
 def write_seal(folder: Path, contents: dict[str, Any]) -> None:
     """Seal all files of `folder`. They and the folder are on the disk when this returns."""
     files = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
-    with open(folder / SEAL, "w") as file:
-        file.write(seal_text({**contents, "files": files}))
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(folder / SEAL, seal_text({**contents, "files": files}))
     sync(folder)
 
 
