@@ -91,7 +91,7 @@ class Run:
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
-        self.record = _start_record(self, restored.get("wandb_id")) if ranks.is_main else None
+        self.record = _start_record(self) if ranks.is_main else None
 
     def close(self) -> None:
         """Whether it ended or failed."""
@@ -112,7 +112,6 @@ class Run:
         if self.record:
             self.record.sync()
         extra = {  # what the main rank says counts
-            "wandb_id": self.record.wandb_id if self.record else None,
             "logged": self.record.logged if self.record else None,
             "data": self.corpus.manifest.fingerprint,
             "tokenizer": self.corpus.manifest.recipe["tokenizer"],
@@ -163,12 +162,7 @@ class Run:
                 self.directory.truncate_metrics(step)
             if step and self.branch is None:
                 log.info("continuing %s from step %d", self.directory.path, step)
-                warn_of_holes(
-                    self.directory.metrics,
-                    step=step,
-                    logged=restored.get("logged", 0),
-                    log_every=self.settings.log_every,
-                )
+                warn_of_holes(self.directory.metrics, restored.get("logged", 0))
         return restored
 
     def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
@@ -201,7 +195,7 @@ def all_validation_batches(run: Run) -> Iterator[Batch]:
         yield from validation_batches(run, one)
 
 
-def _start_record(run: Run, wandb_id: str | None) -> Record:
+def _start_record(run: Run) -> Record:
     settings, sizes, folder = run.settings, run.sizes, run.directory.path
     derived = {
         "parameters": model.config.parameter_count(settings.model),
@@ -215,7 +209,7 @@ def _start_record(run: Run, wandb_id: str | None) -> Record:
     with_tensorboard = settings.logger.tensorboard
     return Record(
         run.directory.metrics,
-        wandb=start_wandb(settings.logger, folder=folder, config=config, run_id=wandb_id),
+        wandb=start_wandb(settings.logger, folder=folder, config=config),
         tensorboard=TensorBoard(folder / "tensorboard", run.step) if with_tensorboard else None,
         steps=sizes.steps,
         first_step=run.step,

@@ -101,7 +101,7 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
 
     monkeypatch.setattr(wandb, "init", init)
     settings = LoggerSettings(wandb="offline")
-    start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}}, run_id=None)
+    start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}})
     assert given["config"] == {"data": {"path": ["<redacted: MY_API_KEY>"]}}
     assert given["settings"].disable_git
     assert len(given["settings"].git_commit.rstrip("+")) == 40
