@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -150,7 +151,9 @@ def finish(run: Run) -> None:
         title = run.probe.backend.title if run.probe else "attention"
         draw(run.directory, records, alarm=run.settings.probe.alarm, title=title)
         run.directory.finish()
-        log.info("finished: %s", run.directory.results())
+        folder = run.directory.path
+        sample = f"python -m scripts.sample {shlex.quote(str(folder))} lets the model write"
+        log.info("finished: %s\n  %s", folder, sample)
 
 
 def make_deterministic(deterministic: bool) -> None:

@@ -9,7 +9,6 @@ import logging
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 import zlib
@@ -316,17 +315,6 @@ class TrainingDirectory(RunDirectory):
             if path.exists():
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
                 write_text(path, "".join(kept))
-
-    def results(self) -> str:
-        """The directory, and a line for each picture in it and for the model."""
-        lines = {
-            self.loss_plot: "training loss (line) and validation loss (markers)",
-            self.probe_plot: "errors of SageBwd's O, dQ, dK and dV by layer; grey: full precision",
-            self.weights: f"python -m scripts.sample {shlex.quote(str(self.path))} lets the model write",
-        }
-        return "\n  ".join(
-            [str(self.path), *(f"{it.name}: {says}" for it, says in lines.items() if it.exists())]
-        )
 
 
 def _device_name(device: torch.device) -> str:
