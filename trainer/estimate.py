@@ -189,15 +189,14 @@ def _probe(settings: Settings) -> int:
 
 
 def refusal(settings: Settings, ranks: int, estimate: Memory) -> str:
-    """Why the run does not fit, in numbers, and changes that would make it fit."""
+    """Why the run does not fit, in numbers, and what would."""
     largest = sorted(estimate.parts.items(), key=lambda part: -part[1])[:4]
-    fixes = [*fitting(settings, ranks, estimate)] or ["a smaller model, or devices with more memory"]
     return (
         f"this run needs about {gib(estimate.total)} on each device, and there are "
         f"{gib(estimate.available)} ({estimate.device}).\n"
         f"  it needs: {', '.join(f'{name} {gib(size)}' for name, size in largest)}, …\n"
-        + "".join(f"  use {fix}\n" for fix in fixes)
-        + "`plan=true` prints all parts; hardware.check_memory=false trains anyway"
+        f"  largest micro-batch that fits: {fitting(settings, ranks, estimate)}\n"
+        "`plan=true` prints all parts; hardware.check_memory=false trains anyway"
     )
 
 
@@ -211,24 +210,20 @@ def advise_smaller_batch(settings: Settings, ranks: int) -> str:
     )
 
 
-def fitting(settings: Settings, ranks: int, estimate: Memory) -> Iterator[str]:
-    """Changes that train the same and fit, each with its largest micro-batch and the memory it then takes."""
+def fitting(settings: Settings, ranks: int, estimate: Memory) -> str:
+    """The simplest change that trains the same and fits: its largest micro-batch and the memory it takes."""
     hardware = settings.hardware
-    kinds: list[dict[str, int | str]] = [{}]
-    if hardware.recompute == "none":
-        kinds.append({"recompute": "blocks"})
+    kinds: list[dict[str, int | str]] = [{}, {"recompute": "blocks"}]
     if hardware.context_parallel == 1:
         more = range(ranks + 1, torch.cuda.device_count() + 1)
         kinds += [{"devices": n, "parallel": "fsdp", "recompute": "blocks"} for n in more]
-    found = False
     for changes in kinds:
-        if found and len(changes) > 1:
-            return  # a simpler change does it
         changed = replace(settings, hardware=replace(hardware, **changes))
         if largest := largest_micro_batch(changed, changes.get("devices", ranks), estimate):
-            found, (micro_batch, needed) = True, largest
+            micro_batch, needed = largest
             listed = {**changes, "micro_batch": micro_batch}
-            yield " ".join(f"hardware.{name}={value}" for name, value in listed.items()) + f": {gib(needed)}"
+            return " ".join(f"hardware.{name}={value}" for name, value in listed.items()) + f": {gib(needed)}"
+    return "none; use a smaller model or more devices"
 
 
 def largest_micro_batch(settings: Settings, ranks: int, estimate: Memory) -> tuple[int, int] | None:
@@ -442,8 +437,7 @@ def _memory(settings: Settings, ranks: int) -> Rows:
     verdict = ": does not fit" if estimate.is_hopeless else ": may not fit" if estimate.is_tight else ""
     yield "  total", f"{gib(estimate.total)}{available} ({estimate.device}){verdict}"
     if estimate.available is not None:
-        fits = next(fitting(settings, ranks, estimate), "none; use a smaller model or more devices")
-        yield "  largest micro-batch that fits", fits
+        yield "  largest micro-batch that fits", fitting(settings, ranks, estimate)
     copy = gib(checkpoint_copy(settings, ranks))
     yield "  and of CPU memory", f"{copy}, a copy for checkpoints in the background"
 

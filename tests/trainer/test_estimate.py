@@ -122,16 +122,13 @@ def test_a_run_that_cannot_fit_is_refused(compose_settings, caplog):
     assert "of 23.6 GiB (RTX 4090), which may not suffice" in caplog.text
 
 
-def test_the_fixes_of_a_refusal_fit(compose_settings, monkeypatch):
-    """Each with the memory that it needs, the smallest change of its kind; here on 24 GB."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+def test_the_fix_of_a_refusal_fits(compose_settings):
+    """With the memory that it needs, the simplest change; here on 24 GB."""
     settings = compose_settings("attention=sagebwd")
     there = Memory(memory_parts(settings, 1), 24 << 30, "a GPU")
     assert there.is_hopeless
     told = refusal(settings, 1, there)
     assert "hardware.micro_batch=4: " in told  # 8 do not fit
-    assert re.search(r"hardware.recompute=blocks hardware.micro_batch=\d+: ", told)
-    assert "hardware.devices=2" not in told  # FSDP saves nothing of the activations
     changed = replace(settings, hardware=replace(settings.hardware, micro_batch=4))
     assert estimate.gib(sum(memory_parts(changed, 1).values())) in told
 
