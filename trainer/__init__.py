@@ -1,9 +1,9 @@
 """The training loop and what it needs.
 
 loop            read this first: a run from its settings to its weights, a step, and what follows each step
-run             what it is built of, and where it starts from
+run             what it is built of, and how far it is
 settings        every setting, with its type; the command line; checks: settings against each other
-start           settings taken from where a run starts, and the directory it trains in
+start           where a run starts: from which settings, weights or checkpoint, in which directory
 run_directory   what a run leaves on disk; identity: which settings make a run what it is
 checkpoint      complete or absent, and safe to read
 optimizer       AdamW, Muon and the learning rate

@@ -1,4 +1,4 @@
-"""What a run is built of, where it starts from, and how far it is.
+"""What a run is built of, and how far it is.
 
 Its steps, and what follows each, are in trainer.loop.
 """

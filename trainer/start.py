@@ -1,4 +1,4 @@
-"""Before a run starts: settings it takes from where it begins, and the directory that it trains in.
+"""Where a run starts: the settings, weights or checkpoint it takes, and the directory that it trains in.
 
 A run begins with trained weights (`init_from`), with a checkpoint of another run (`branch_from`), or anew.
 """
