@@ -37,16 +37,14 @@ class Record:
     def __init__(
         self,
         metrics: Path,
+        loggers: "dict[str, WandbRun | TensorBoard | None]",
         *,
-        wandb: "WandbRun | None" = None,
-        tensorboard: "TensorBoard | None" = None,
         steps: int,
         first_step: int,
         name: str,
     ):
         self.logged = len(set(logged_steps(metrics)))  # how many steps metrics.jsonl has the loss of
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
-        loggers = {"W&B": wandb, "TensorBoard": tensorboard}
         self._loggers = {name: logger for name, logger in loggers.items() if logger is not None}
         self._bar = tqdm(
             total=steps,

@@ -71,7 +71,8 @@ class Run:
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
-        self.callbacks = Callbacks(settings.callbacks, functools.partial(all_validation_batches, self))
+        batches = functools.partial(all_validation_batches, self)
+        self.callbacks = Callbacks(settings.callbacks, batches) if settings.callbacks else None
         self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -206,11 +207,12 @@ def _start_record(run: Run) -> Record:
         "attention": run.backend.description,  # the kernel that was chosen
     }
     config = {**settings.recorded(), "derived": derived}
-    with_tensorboard = settings.logger.tensorboard
+    loggers = {"W&B": start_wandb(settings.logger, folder=folder, config=config)}
+    if settings.logger.tensorboard:
+        loggers["TensorBoard"] = TensorBoard(folder / "tensorboard", run.step)
     return Record(
         run.directory.metrics,
-        wandb=start_wandb(settings.logger, folder=folder, config=config),
-        tensorboard=TensorBoard(folder / "tensorboard", run.step) if with_tensorboard else None,
+        loggers,
         steps=sizes.steps,
         first_step=run.step,
         name=folder.name,

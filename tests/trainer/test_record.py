@@ -14,8 +14,8 @@ from trainer.record import Record, Stopwatch, TensorBoard, logged_steps, warn_of
 
 
 def make_record(folder, wandb_run, tensorboard=None):
-    loggers = {"wandb": wandb_run, "tensorboard": tensorboard}
-    return Record(folder / "metrics.jsonl", **loggers, steps=3, first_step=0, name="name")
+    loggers = {"W&B": wandb_run, "TensorBoard": tensorboard}
+    return Record(folder / "metrics.jsonl", loggers, steps=3, first_step=0, name="name")
 
 
 def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
