@@ -23,9 +23,8 @@ from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, processes, settings, sweep
 from trainer.checks import check
 from trainer.estimate import describe
-from trainer.run_directory import RunDirectory, name_directory
 from trainer.settings import Settings
-from trainer.start import TrainingDirectory, inherited
+from trainer.start import TrainingDirectory, inherited, name_directory
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -38,7 +37,7 @@ def main(config: DictConfig) -> float | None:
         run_settings = OmegaConf.to_object(inherited(config, overrides))
         run(run_settings)
         searched = _in_sweep() and not run_settings.plan
-        return RunDirectory(Path(run_settings.run_dir)).validation_loss() if searched else None
+        return TrainingDirectory(Path(run_settings.run_dir)).validation_loss() if searched else None
     except Interrupted as stop:
         if not (_in_sweep() and HydraConfig.get().runtime.choices["hydra/launcher"] == "basic"):
             say(str(stop))  # of such a sweep the summary tells

@@ -27,6 +27,7 @@ from trainer.divergence import not_finite
 from trainer.export import export, model_card
 from trainer.run_directory import RunDirectory, checkpoint_of, newest_step, read_metrics, read_seal
 from trainer.settings import Settings
+from trainer.start import check_checkpoint
 
 
 @ends_with_message()
@@ -81,7 +82,7 @@ def load_checkpoint(directory: RunDirectory, settings: Settings, step: int) -> L
         sealed = read_seal(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"checkpoint {path} is damaged ({error}); use another --step") from error
-    directory.check_checkpoint(path, sealed, settings)
+    check_checkpoint(path, sealed, settings)
     if sealed.get("tokenizer") not in (None, tokenizer_identity(settings.data.tokenizer)):
         raise ValueError(
             f"{directory.path} was trained with another tokenizer than data.tokenizer="

@@ -18,8 +18,9 @@ from data.corpus import Corpus, open_corpus
 from data.loader import BatchLoader
 from scripts.output import printable
 from trainer import identity
-from trainer.run_directory import UNNAMED, RunDirectory, checkpoints_in, read_seal
+from trainer.run_directory import RunDirectory, checkpoints_in, read_seal
 from trainer.settings import Settings
+from trainer.start import UNNAMED
 
 #: Folders of a run that hold no runs, and may hold many files.
 INSIDE_A_RUN = {"checkpoints", "weights", "export", "wandb", "tensorboard"}

@@ -22,7 +22,7 @@ import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import rank_work, warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
-from trainer import distributed, identity, machine
+from trainer import distributed, identity, software
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
@@ -271,8 +271,8 @@ def test_ranks_with_other_code_or_packages_are_told_apart(datasets, tmp_path, mo
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     assert differ() == {"torch"}
     monkeypatch.undo()
-    shutil.copytree(machine.ROOT / "model", tmp_path / "model")
-    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    shutil.copytree(software.ROOT / "model", tmp_path / "model")
+    monkeypatch.setattr(software, "ROOT", tmp_path)
     assert differ() == {"commit", "code_checksum"}
 
 

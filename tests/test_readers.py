@@ -23,6 +23,7 @@ from trainer.checkpoint import load_safely
 from trainer.export import _losses
 from trainer.run_directory import CHECKSUM, RunDirectory, read_metrics, seal_text, verify_seal
 from trainer.settings import Settings
+from trainer.start import check_checkpoint
 
 #: What a byte, or some, may turn into. Each has broken a reader of this kind somewhere.
 PIECES = [
@@ -124,7 +125,7 @@ class Seal(Reader):
         return self.path / "seal.json"
 
     def read(self):
-        RunDirectory(self.folder).check_checkpoint(self.path, verify_seal(self.path), Settings(seed=1))
+        check_checkpoint(self.path, verify_seal(self.path), Settings(seed=1))
 
     def text(self, tree):
         if isinstance(tree, dict):

@@ -1,9 +1,9 @@
 """The training loop and what it needs.
 
 loop            read this first: a run from its settings to its weights, a step, and what follows each step
-run             what it is built of, and where it starts from
+run             what it is built of, and how far it is
 settings        every setting, with its type; the command line; checks: settings against each other
-start           settings taken from where a run starts, and the directory it trains in
+start           where a run starts: from which settings, weights or checkpoint, in which directory
 run_directory   what a run leaves on disk; identity: which settings make a run what it is
 checkpoint      complete or absent, and safe to read
 optimizer       AdamW, Muon and the learning rate
@@ -11,8 +11,8 @@ distributed     ranks; parallel: a model on several devices
 divergence      NaN and Inf end a run, outliers are logged; probe: error of INT8 attention
 record          metrics, progress bar, log, W&B, TensorBoard; plot: pictures
 export          weights for Hugging Face with their card; callbacks: a user's own code
-estimate        memory, time and disk of a run, the table of plan=true
-machine         what there is here, code too, and a profile of it
+estimate        memory and time of a run on GPUs, its disk; the table of plan=true
+software        what a run is trained with
 processes       stopping them, and commands in parallel; sweep: the runs of a sweep
 """
 

@@ -50,9 +50,6 @@ class Callbacks:
         for one in self._all.values():
             one.validation_batches = validation_batches
 
-    def __bool__(self) -> bool:
-        return bool(self._all)
-
     def call(self, hook: str, step: int, record: dict[str, Any], model: Llama) -> None:
         for name, one in self._all.items():
             with _naming(f"callback {name}: {hook} at step {step}"):

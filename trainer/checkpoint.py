@@ -132,11 +132,9 @@ class Checkpoints:
         """Wait for the background write. Raises TrainingError if it failed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            self._complete(writing.result())
-
-    def _complete(self, path: Path) -> None:
-        if self.completed:
-            self.completed(step_of(path), path)
+            path = writing.result()
+            if self.completed:
+                self.completed(step_of(path), path)
 
     def close(self) -> None:
         """Complete a write in progress. Its failure is only logged: another error is ending the run."""

@@ -219,15 +219,6 @@ def check_length(settings: Settings, ranks: int) -> Problems:
         )
 
 
-def check_profile(settings: Settings, ranks: int) -> Problems:
-    profile = settings.profile
-    if profile.steps and profile.start + profile.steps > settings.total_steps:
-        yield (
-            f"profile.start={profile.start} and profile.steps={profile.steps} are beyond the "
-            f"{settings.total_steps} steps of the run; use fewer"
-        )
-
-
 def check_tokens_per_step(settings: Settings, ranks: int) -> Problems:
     tps, hardware = settings.tps, settings.hardware
     if hardware.device == "cuda" and hardware.devices > torch.cuda.device_count() and not settings.plan:
@@ -262,6 +253,5 @@ CHECKS: tuple[Callable[[Settings, int], Problems], ...] = (
     check_context,
     check_context_parallel,
     check_length,
-    check_profile,
     check_tokens_per_step,
 )

@@ -47,7 +47,7 @@ class Guard:
 
     def check_state(self, step: int) -> None:
         """Before weights and moments are saved after `step`: they must be finite, and copies the same."""
-        check_copies(self.model, self.ranks, step)
+        self.check_copies(step)
         bad = not_finite(self.model, self.optimizer, self.ranks)
         if bad:
             self._end(
@@ -55,6 +55,10 @@ class Guard:
                 f"after step {step}, {len(bad)} weights or moments are not finite: {first(bad)}\n"
                 f"They are not saved. {ADVICE}",
             )
+
+    def check_copies(self, step: int) -> None:
+        """After `step`: the ranks' copies of the weights must be the same. Reads them once."""
+        check_copies(self.model, self.ranks, step)
 
     def check_step(self, step: int, values: str, sequences: Sequence[int], *, skip: bool) -> None:
         """Report a step whose loss or gradient is not finite, before its update. Raises unless it is skipped.

@@ -1,12 +1,13 @@
 """What a run takes before its first step: memory, time and disk; what helps; the table of `plan=true`.
 
-Counted from the settings, in milliseconds, without a model or data. On H200s memory is within 2% of what
-PyTorch allocated in the runs of results/speed, bench_training, bench_training_24gb and bench_gpus;
-tests/trainer/test_estimate.py compares them. On a CPU two short runs took 1.03 (llama_tiny) and 1.09 times
-their estimate (llama_35m), because malloc does not return all that was freed.
+Counted from the settings, in milliseconds, without a model or data; memory and time for GPUs only. On H200s
+memory is within 2% of what PyTorch allocated in the runs of results/speed, bench_training,
+bench_training_24gb and bench_gpus; tests/trainer/test_estimate.py compares them.
 """
 
 import logging
+import math
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,25 +18,23 @@ import torch
 
 from common.errors import SettingsError, TrainingError
 from data.recipe import training_texts
-from model.config import LlamaConfig, attention_flops_per_token, flops_per_token, parameter_count
+from model.config import LlamaConfig, flops_per_token, parameter_count
 from model.memory import Activations, Pass, activations, block_matrices
 from trainer.checks import Sizes, check, groups, sizes_of, unit_of
-from trainer.machine import GPUS, available_memory, known_gpu, matmul_flops, own_memory, peak_of
 from trainer.settings import PAPER_TOKENS, Settings
 
 log = logging.getLogger(__name__)
 
 FLOAT32 = 4  # bytes of a weight, of its gradient and of each of its moments
 
+GPUS_ONLY = "estimated for GPUs only"
+
 #: A run is refused if its estimate is more than this multiple of the memory there is. No measured run took
 #: less than 0.98 of its estimate, so nothing that fits is refused, even if another version of PyTorch saves
 #: less. Below the margin the run starts with a warning: its first step tells.
 MARGIN = 1.25
 
-#: Of a process on a CPU: libraries that are loaded while it trains, by the run of llama_tiny.
-LOADED_LATER = 128 << 20
-
-#: Of a process on a GPU besides its tensors: CUDA's context, kernels, workspaces of cuBLAS. Assumed.
+#: Of a process besides its tensors: CUDA's context, kernels, workspaces of cuBLAS. Assumed.
 CUDA_CONTEXT = 800 << 20
 
 
@@ -63,24 +62,28 @@ class Memory:
 
 
 def memory(settings: Settings, ranks: int) -> Memory:
-    """The memory that each of `ranks` devices needs. Asks the device of this process what it has."""
-    return Memory(
-        memory_parts(settings, ranks), *available_memory(settings.hardware.device, ranks, settings.gpu)
-    )
+    """The memory that each of `ranks` GPUs needs, and what the GPU of this process, or `gpu`, has.
+
+    Bytes that others use count as there: a run that has just ended gives them back.
+    """
+    parts = memory_parts(settings, ranks)
+    if settings.gpu:
+        return Memory(parts, memory_of(settings.gpu), settings.gpu)
+    if not torch.cuda.is_available():
+        return Memory(parts, None, "no GPU here; gpu=… names one")
+    return Memory(parts, torch.cuda.mem_get_info()[1], torch.cuda.get_device_name())
 
 
-def check_memory(settings: Settings, ranks: int) -> Memory:
-    """The estimate. Raises TrainingError if the run cannot fit, unless hardware.check_memory is off."""
+def check_memory(settings: Settings, ranks: int) -> None:
+    """Log how much of its GPU's memory the run will take.
+
+    Raises TrainingError if the run cannot fit, unless hardware.check_memory is off.
+    """
+    if settings.hardware.device == "cpu":
+        return
     estimate = memory(settings, ranks)
     if estimate.is_hopeless and settings.hardware.check_memory:
         raise TrainingError(refusal(settings, ranks, estimate))
-    return estimate
-
-
-def report_memory(estimate: Memory) -> None:
-    """Log how much of the device's memory the run will take."""
-    if estimate.available is None:
-        return
     text = f"memory: about {gib(estimate.total)} of {gib(estimate.available)} ({estimate.device})"
     if estimate.is_tight:
         log.warning("%s, which may not suffice; plan=true prints the parts", text)
@@ -98,7 +101,6 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
     copies = ranks if sharded else 1
     own = replace(settings, context=settings.context // hardware.context_parallel)
     step = _activations(own, sizes_of(settings, ranks).micro_batch, compiled=hardware.compile)
-    on_gpu = hardware.device == "cuda"
     parts = {
         "weights": FLOAT32 * count // copies,
         "weights gathered by FSDP": _gathered(settings.model) if sharded else 0,
@@ -109,9 +111,7 @@ def memory_parts(settings: Settings, ranks: int) -> dict[str, int]:
         "saved by attention": step.attention,
         "logits and loss, or backward of a block": step.working,
         "the probe, beyond a step": max(0, _probe(settings) - step.total),
-        "copy for checkpoints in the background": 0 if on_gpu else checkpoint_copy(settings, ranks),
-        "CUDA context and libraries (assumed)": CUDA_CONTEXT if on_gpu else 0,
-        "Python and libraries": 0 if on_gpu else own_memory() + LOADED_LATER,
+        "CUDA context and libraries (assumed)": CUDA_CONTEXT,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -149,10 +149,10 @@ def _activations(settings: Settings, sequences: int, *, compiled: bool) -> Activ
         settings.context,
         dtype.itemsize,
         compiled=compiled,
-        on_gpu=hardware.device == "cuda",
+        on_gpu=True,
         recompute=hardware.recompute == "blocks",
     )
-    return activations(shape, work, settings.attention.saved_bytes(q, k, device=hardware.device))
+    return activations(shape, work, settings.attention.saved_bytes(q, k, device="cuda"))
 
 
 def _gradients(settings: Settings, ranks: int, step: Activations) -> int:
@@ -189,36 +189,41 @@ def _probe(settings: Settings) -> int:
 
 
 def refusal(settings: Settings, ranks: int, estimate: Memory) -> str:
-    """Why the run does not fit, in numbers, and changes that would make it fit."""
+    """Why the run does not fit, in numbers, and what would."""
     largest = sorted(estimate.parts.items(), key=lambda part: -part[1])[:4]
-    fixes = [*fitting(settings, ranks, estimate)] or ["a smaller model, or devices with more memory"]
     return (
         f"this run needs about {gib(estimate.total)} on each device, and there are "
         f"{gib(estimate.available)} ({estimate.device}).\n"
         f"  it needs: {', '.join(f'{name} {gib(size)}' for name, size in largest)}, …\n"
-        + "".join(f"  use {fix}\n" for fix in fixes)
-        + "`plan=true` prints all parts; hardware.check_memory=false trains anyway"
+        f"  largest micro-batch that fits: {fitting(settings, ranks, estimate)}\n"
+        "`plan=true` prints all parts; hardware.check_memory=false trains anyway"
     )
 
 
-def fitting(settings: Settings, ranks: int, estimate: Memory) -> Iterator[str]:
-    """Changes that train the same and fit, each with its largest micro-batch and the memory it then takes."""
+def advise_smaller_batch(settings: Settings, ranks: int) -> str:
+    """What helps if a GPU's memory runs out while it trains."""
+    micro_batch = sizes_of(settings, ranks).micro_batch
+    return (
+        f"with hardware.micro_batch={micro_batch} sequences of {settings.context} tokens. Use "
+        f"hardware.micro_batch={max(micro_batch // 2, 1)}: the tokens per step, and so the training, stay "
+        "the same"
+    )
+
+
+def fitting(settings: Settings, ranks: int, estimate: Memory) -> str:
+    """The simplest change that trains the same and fits: its largest micro-batch and the memory it takes."""
     hardware = settings.hardware
-    kinds: list[dict[str, int | str]] = [{}]
-    if hardware.recompute == "none":
-        kinds.append({"recompute": "blocks"})
-    if hardware.device == "cuda" and hardware.context_parallel == 1:
+    kinds: list[dict[str, int | str]] = [{}, {"recompute": "blocks"}]
+    if hardware.context_parallel == 1:
         more = range(ranks + 1, torch.cuda.device_count() + 1)
         kinds += [{"devices": n, "parallel": "fsdp", "recompute": "blocks"} for n in more]
-    found = False
     for changes in kinds:
-        if found and len(changes) > 1:
-            return  # a simpler change does it
         changed = replace(settings, hardware=replace(hardware, **changes))
         if largest := largest_micro_batch(changed, changes.get("devices", ranks), estimate):
-            found, (micro_batch, needed) = True, largest
+            micro_batch, needed = largest
             listed = {**changes, "micro_batch": micro_batch}
-            yield " ".join(f"hardware.{name}={value}" for name, value in listed.items()) + f": {gib(needed)}"
+            return " ".join(f"hardware.{name}={value}" for name, value in listed.items()) + f": {gib(needed)}"
+    return "none; use a smaller model or more devices"
 
 
 def largest_micro_batch(settings: Settings, ranks: int, estimate: Memory) -> tuple[int, int] | None:
@@ -242,11 +247,6 @@ ASSUMED_MFU = 0.4
 #: Speed of several GPUs relative to that many single ones, two to four H200s: results/speed/bench_gpus.json.
 SCALING = {"ddp": 0.96, "fsdp": 0.90}
 
-#: On a CPU, speed of a step relative to a large float32 matrix product, and of the reference of SageBwd's
-#: attention. Of steps of llama_tiny and llama_35m on two cores; that of a tiny step is lower.
-CPU_SHARE, CPU_SHARE_OF_REFERENCE = 0.55, 0.1
-
-
 #: Passes over the text beyond which a run must say how long it is.
 MOST_PASSES = 100
 
@@ -259,9 +259,9 @@ class Speed(NamedTuple):
 
 
 def speed(settings: Settings, ranks: int) -> Speed:
-    """How fast these settings train. On a CPU, this measures for a twentieth of a second."""
+    """How fast these settings train."""
     if settings.hardware.device == "cpu":
-        return _cpu_speed(settings)
+        return Speed(None, GPUS_ONLY)
     if settings.hardware.dtype == "float32":
         return Speed(None, "not known in float32 on a GPU")
     here = torch.cuda.is_available()
@@ -282,18 +282,6 @@ def speed(settings: Settings, ranks: int) -> Speed:
     )
 
 
-def _cpu_speed(settings: Settings) -> Speed:
-    rate = matmul_flops(torch.float32)
-    flops = flops_per_token(settings.model, settings.context)
-    attention = attention_flops_per_token(settings.model, settings.context)
-    in_reference = attention if settings.attention.backend == "sagebwd" else 0.0
-    seconds = ((flops - in_reference) / CPU_SHARE + in_reference / CPU_SHARE_OF_REFERENCE) / rate
-    return Speed(
-        1 / seconds,
-        f"from a matrix product at {rate / 1e9:.0f} GFLOP/s, measured now; too fast for tiny models",
-    )
-
-
 def run_seconds(settings: Settings, sizes: Sizes, tokens_per_second: float) -> float:
     """Seconds of all steps and evaluations, without start, probe and checkpoints."""
     evaluations = -(-sizes.steps // settings.eval_every)
@@ -310,11 +298,10 @@ def report_length(settings: Settings, ranks: int, passes: float) -> None:
     """
     sizes, rate = sizes_of(settings, ranks), speed(settings, ranks).tokens_per_second
     tokens = sizes.steps * sizes.tokens_per_step
-    time = "time not known"
+    length = f"{tokens:,} tokens, {number_of(passes)} passes over the text"
     if rate is not None:  # starting a short run takes longer than its steps
         seconds = run_seconds(settings, sizes, rate)
-        time = f"about {duration(seconds)}" if seconds >= 60 else "minutes at most"
-    length = f"{tokens:,} tokens, {number_of(passes)} passes over the text, {time}"
+        length += f", about {duration(seconds)}" if seconds >= 60 else ", minutes at most"
     if is_too_long(settings, passes):
         raise TrainingError(
             f"no length is set, and the paper's would be {length}; use steps=N, "
@@ -328,6 +315,65 @@ def is_too_long(settings: Settings, passes: float) -> bool:
     return settings.steps is None and settings.total_tokens is None and passes > MOST_PASSES
 
 
+# ---------------------------------------------------------------------- GPUs by their names
+
+
+class Gpu(NamedTuple):
+    """A GPU by its datasheet."""
+
+    tflops: float  # peak of dense bf16 matrix products, without sparsity
+    gib: float  # memory that PyTorch finds there, to a percent; of an A100 the larger one
+
+
+GPUS = {
+    "A100": Gpu(312.0, 79.2),
+    "H100": Gpu(989.0, 79.2),  # SXM
+    "H100 NVL": Gpu(835.0, 93.1),
+    "H100 PCIe": Gpu(756.0, 79.2),
+    "H200": Gpu(989.0, 139.8),  # SXM
+    "H200 NVL": Gpu(835.0, 139.8),
+    "B200": Gpu(2250.0, 178.3),
+    "L40S": Gpu(362.0, 44.4),
+    "RTX 3090": Gpu(71.0, 23.6),
+    "RTX 4090": Gpu(165.2, 23.6),
+    "RTX 5090": Gpu(209.5, 31.4),
+}
+
+#: Words in the driver's names of GPUs that do not change the peak: the maker, the socket and the memory.
+NEUTRAL = re.compile(r"NVIDIA|GeForce|SXM\d?|PCIe?|\d+GB|HBM\d", re.IGNORECASE)
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """Peak of the device in dense bf16, in TFLOP/s, if it is a known GPU, else None."""
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """Peak of a GPU by the driver's name for it; None for one that is not known."""
+    known = known_gpu(name)
+    return GPUS[known].tflops if known else None
+
+
+def memory_of(name: str) -> int:
+    """Bytes of a known GPU, or fewer if its name says so: "A100 40GB"."""
+    said = re.search(r"(\d+)GB", name.upper())
+    gib = min(GPUS[known_gpu(name)].gib, 0.99 * int(said[1]) if said else math.inf)
+    return int(gib * 2**30)
+
+
+def known_gpu(name: str) -> str | None:
+    """The longest name of GPUS within the driver's, or a user's, name of a GPU.
+
+    None if there is no such GPU, or the name has a word of unknown meaning, such as "Laptop".
+    """
+    words = set(re.split(r"[ -]", name.upper()))
+    inside = [known for known in GPUS if {*known.upper().split()} <= words]
+    if not inside:
+        return None
+    longest = max(inside, key=len)
+    return longest if all(map(NEUTRAL.fullmatch, words - {*longest.upper().split()})) else None
+
+
 # ---------------------------------------------------------------------- the table
 
 
@@ -336,12 +382,11 @@ def describe(settings: Settings, ranks: int) -> str:
     sizes = check(settings, ranks)
     if settings.gpu and known_gpu(settings.gpu) is None:
         raise SettingsError(f"gpu={settings.gpu} is not known; choose one of {', '.join(GPUS)}")
-    estimate = memory(settings, ranks)
     sizes = replace(sizes, steps=max(0, sizes.steps - (settings.branch_step or 0)))  # those to be done
     sections = (
         _run(settings, sizes, ranks),
         _text(settings, sizes),
-        _memory(settings, estimate, ranks),
+        _memory(settings, ranks),
         _time(settings, sizes, ranks),
         _disk(settings, sizes),
     )
@@ -380,7 +425,11 @@ def _text(settings: Settings, sizes: Sizes) -> Rows:
         yield name, f"{tokens:,} training tokens are prepared" + ("" if len(texts) > 1 else f": {told}")
 
 
-def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:
+def _memory(settings: Settings, ranks: int) -> Rows:
+    if settings.hardware.device == "cpu":
+        yield "memory per device", GPUS_ONLY
+        return
+    estimate = memory(settings, ranks)
     yield "memory per device", ""
     for name, size in estimate.parts.items():
         yield f"  {name}", gib(size)
@@ -388,11 +437,9 @@ def _memory(settings: Settings, estimate: Memory, ranks: int) -> Rows:
     verdict = ": does not fit" if estimate.is_hopeless else ": may not fit" if estimate.is_tight else ""
     yield "  total", f"{gib(estimate.total)}{available} ({estimate.device}){verdict}"
     if estimate.available is not None:
-        fits = next(fitting(settings, ranks, estimate), "none; use a smaller model or more devices")
-        yield "  largest micro-batch that fits", fits
-    copy = checkpoint_copy(settings, ranks)
-    if settings.hardware.device == "cuda" and copy:
-        yield "  and of CPU memory", f"{gib(copy)}, a copy for checkpoints in the background"
+        yield "  largest micro-batch that fits", fitting(settings, ranks, estimate)
+    copy = gib(checkpoint_copy(settings, ranks))
+    yield "  and of CPU memory", f"{copy}, a copy for checkpoints in the background"
 
 
 def _time(settings: Settings, sizes: Sizes, ranks: int) -> Rows:

@@ -13,10 +13,8 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from common.files import read_bytes
 from common.overrides import escaped
 from model import backends
-from trainer.machine import software
 from trainer.settings import Settings
-
-Difference = tuple[str, Any, Any]  # name of a setting, stored value, current value
+from trainer.software import software
 
 #: Settings that say where a text is. Ranks may find it in different places, and compare the text itself.
 PLACES = re.compile(r"data\.(.+\.)?(root|path|val_path|processes)")
@@ -73,20 +71,14 @@ def restored(stored: dict[str, Any]) -> DictConfig:
     return OmegaConf.merge(OmegaConf.structured(Settings), escaped(stored))
 
 
-def differences(stored: dict[str, Any], current: dict[str, Any]) -> list[Difference]:
-    """The settings that make it another run. Both as `Settings.recorded` gives them."""
-    old, new = completed(stored), flat(current)
-    return [
-        (key, old.get(key), new.get(key))
+def changes(stored: dict[str, Any], settings: Settings) -> str:
+    """Lines with the settings that make it another run than the `recorded` one; none if it is the same."""
+    old, new = completed(stored), flat(settings.recorded())
+    return "\n".join(
+        f"  - {key} was {old.get(key)}, is now {new.get(key)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key) != new.get(key) and not may_change(key)
-    ]
-
-
-def changes(stored: dict[str, Any], settings: Settings) -> str:
-    """Lines with the settings that make it another run; none if it is the same."""
-    found = differences(stored, settings.recorded())
-    return "\n".join(f"  - {key} was {old}, is now {new}" for key, old, new in found)
+    )
 
 
 def completed(stored: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -20,12 +21,9 @@ from model.config import flops_per_token
 from model.generate import generate
 from sagebwd.kernels.cuda.compile import use_private_caches
 from trainer import distributed, identity, parallel, processes
-from trainer.checks import sizes_of
 from trainer.distributed import Ranks
-from trainer.divergence import check_copies
-from trainer.estimate import check_disk, check_memory, report_memory
+from trainer.estimate import advise_smaller_batch, check_disk, check_memory
 from trainer.export import draw, export, model_card
-from trainer.machine import dump_memory, peak_memory_gib, remember_allocations
 from trainer.processes import StopRequest
 from trainer.record import log_to
 from trainer.run import Run, validation_batches
@@ -53,7 +51,6 @@ def train(settings: Settings) -> None:
     ):
         if ranks.count > 1:
             ranks.compare(identity.of_rank(settings))
-        estimate = check_memory(settings, ranks.count)
         directory = TrainingDirectory(Path(settings.run_dir))
         if processes.under_torchrun() and ranks.from_main(lambda: directory.is_finished_with(settings)):
             if ranks.is_main:
@@ -65,9 +62,7 @@ def train(settings: Settings) -> None:
             if ranks.is_main:
                 directory.note_environment(ranks.device, ranks.count)
             log_to(directory.path / "log.txt" if ranks.is_main else None)
-            report_memory(estimate)
-            if settings.profile.memory:
-                remember_allocations(ranks.device)
+            check_memory(settings, ranks.count)
             loop(Run(settings, directory, ranks, stop))
 
 
@@ -156,7 +151,9 @@ def finish(run: Run) -> None:
         title = run.probe.backend.title if run.probe else "attention"
         draw(run.directory, records, alarm=run.settings.probe.alarm, title=title)
         run.directory.finish()
-        log.info("finished: %s", run.directory.results())
+        folder = run.directory.path
+        sample = f"python -m scripts.sample {shlex.quote(str(folder))} lets the model write"
+        log.info("finished: %s\n  %s", folder, sample)
 
 
 def make_deterministic(deterministic: bool) -> None:
@@ -180,14 +177,21 @@ def with_user_facing_errors(settings: Settings, ranks: Ranks) -> Iterator[None]:
             f"{explain(error)}. Make room or correct the place; the same command then continues"
         ) from error
     except torch.OutOfMemoryError as error:
-        micro_batch = sizes_of(settings, ranks.count).micro_batch
-        snapshot = Path(settings.run_dir, "profile", f"out_of_memory_rank_{ranks.rank}.pickle")
+        snapshot = Path(settings.run_dir, f"out_of_memory_rank_{ranks.rank}.pickle")
         written = f". What it held, for pytorch.org/memory_viz: {snapshot}" if dump_memory(snapshot) else ""
-        raise TrainingError(
-            f"{str(error).split('.')[0]}, with hardware.micro_batch={micro_batch} sequences of "
-            f"{settings.context} tokens. Use hardware.micro_batch={max(micro_batch // 2, 1)}: the tokens per "
-            f"step, and so the training, stay the same{written}"
-        ) from error
+        smaller = advise_smaller_batch(settings, ranks.count)
+        raise TrainingError(f"{str(error).split('.')[0]}, {smaller}{written}") from error
+
+
+def dump_memory(path: Path) -> bool:
+    """Write what is in the memory of the GPU; whether that was possible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # `locked` removes the folder of a run without a step
+        torch.cuda.memory._dump_snapshot(str(path))
+    except (OSError, RuntimeError, AssertionError) as error:  # another error is to be told
+        log.warning("the memory's contents could not be written to %s: %s", path, error)
+        return False
+    return True
 
 
 # ---------------------------------------------------------------------- what may be due after a step
@@ -228,16 +232,21 @@ def _write_step(run: Run, values: dict[str, Any]) -> None:
     if run.peak:
         flops = tokens_per_second * flops_per_token(settings.model, settings.context)
         mfu = flops / (run.peak * 1e12 * run.ranks.count)
-    memory = peak_memory_gib(run.ranks.device, cuda_graphs=settings.hardware.cuda_graphs)
-    speed = {"tokens_per_second": tokens_per_second, "mfu": mfu, "peak_memory_gib": memory}
+    speed = {"tokens_per_second": tokens_per_second, "mfu": mfu, "peak_memory_gib": _peak_memory_gib(run)}
     run.record.write({"step": run.step, "tokens": run.tokens, **values, **speed})
     run.record.progress(values["loss"], tokens_per_second, mfu)
 
 
-def write_profile(run: Run, values: dict[str, Any]) -> None:
-    if run.profiler:
-        with run.stopwatch.paused():
-            run.profiler.step()
+def _peak_memory_gib(run: Run) -> float | None:
+    """Of tensors on this GPU so far; None on a CPU.
+
+    That count leaves out the memory of CUDA graphs. With them this is all that PyTorch reserved, used or not.
+    """
+    if run.ranks.device.type != "cuda":
+        return None
+    with_graphs = run.settings.hardware.cuda_graphs
+    peak = torch.cuda.max_memory_reserved if with_graphs else torch.cuda.max_memory_allocated
+    return peak(run.ranks.device) / 2**30
 
 
 def save(run: Run, values: dict[str, Any]) -> None:
@@ -253,7 +262,7 @@ def compare_copies(run: Run, values: dict[str, Any]) -> None:
     """Of the weights on all ranks, unless saving did."""
     if run.step % COMPARE_EVERY == 0 and run.saved_step != run.step:
         with run.stopwatch.paused():
-            check_copies(run.llama, run.ranks, run.step)
+            run.guard.check_copies(run.step)
 
 
 def stop_if_asked(run: Run, values: dict[str, Any]) -> None:
@@ -287,7 +296,7 @@ def _measure_attention(run: Run) -> None:
         values = run.probe.measure(*batch, autocast=run.autocast, is_main=run.ranks.is_main)
     if run.record:
         run.record.write({"step": run.step, "tokens": run.tokens, **values})
-        for warning in run.alarm.warnings(run.step, values, run.probe.layers):
+        for warning in run.probe.warnings(run.step, values):
             log.warning(warning)
 
 
@@ -404,7 +413,6 @@ AFTER_A_STEP = (
     reserve_memory,
     call_callbacks,
     write_log,
-    write_profile,
     save,
     compare_copies,
     stop_if_asked,
@@ -415,7 +423,7 @@ AFTER_A_STEP = (
 
 def catch_up(run: Run) -> None:
     """Of a run that resumes: measure what was due at its checkpoint's step and is not recorded."""
-    check_copies(run.llama, run.ranks, run.step)
+    run.guard.check_copies(run.step)
     records = run.ranks.from_main(run.directory.records)
     done = {key for one in records if one["step"] == run.step for key in one}
     for event, key in ((measure_attention, "probe/seconds"), (evaluate, "val_loss")):

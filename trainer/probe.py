@@ -53,22 +53,8 @@ class Captured:
     documents: dict[str, Tensor] = field(default_factory=dict)  # cu_seqlens, if documents are packed
 
 
-@dataclass(frozen=True)
-class Exact:
-    """Exact attention, float32. An RMS is over all N · N entries; entries that the mask hides are 0."""
-
-    o: Tensor  # (B, H, N, D)
-    dq: Tensor  # (B, H, N, D)
-    dk: Tensor  # (B, G, N, D)
-    dv: Tensor  # (B, G, N, D)
-    p_rms: float
-    dp_rms: float
-    ds_rms: float
-    largest_logit: float  # of |S|, S = QKᵀ/√D, where the mask admits it
-
-
 class Probe:
-    """Measures the first, middle and last layer of one model."""
+    """Measures the first, middle and last layer of one model, and warns of gradient errors above a limit."""
 
     def __init__(
         self,
@@ -85,6 +71,8 @@ class Probe:
         self.llama = llama
         last = len(llama.layers) - 1
         self.layers = sorted({0, (last + 1) // 2, last})
+        self.limit = math.inf if settings.probe.alarm is None else settings.probe.alarm
+        self._above: set[int] = set()  # layers that were reported
         self.is_own = not backend.probe_instead  # whether the attention measured is that of the run
         self.backend, self.attend_fpa = backend, backend.attend
         if self.is_own:
@@ -124,6 +112,32 @@ class Probe:
             ).items()
         }
         return {**values, "probe/seconds": time.perf_counter() - began}
+
+    def warnings(self, step: int, values: dict[str, float]) -> list[str]:
+        """What to say of these measurements.
+
+        A layer is reported once, and again only after its error was below the limit in between.
+        """
+        messages = []
+        for layer in self.layers:
+            errors = {name: values[f"probe/layer_{layer}/{name}_l2"] for name in GRADIENTS}
+            worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+            if errors[worst] <= self.limit:
+                self._above.discard(layer)
+            elif self.limit < math.inf and layer not in self._above:
+                self._above.add(layer)
+                messages.append(self._warning(step, layer, worst, values))
+        return messages
+
+    def _warning(self, step: int, layer: int, worst: str, values: dict[str, float]) -> str:
+        has = "has" if self.is_own else "would have"
+        return (
+            f"step {step}, layer {layer}: {GRADIENTS[worst]} of {self.backend.title} {has} a relative "
+            f"L2 error of {values[f'probe/layer_{layer}/{worst}_l2']:.3g}, above probe.alarm={self.limit:g}"
+            f"; full-precision attention has {values[f'probe/layer_{layer}/fpa_{worst}_l2']:.2g} "
+            f"(largest logit {values[f'probe/layer_{layer}/largest_logit']:.3g}). QK-norm bounds "
+            "the logits; attention=sagebwd_consistent and fewer tokens per step may help, too, in a new run"
+        )
 
 
 def build_probe(
@@ -204,17 +218,19 @@ def _gains(attention: nn.Module) -> dict[str, Tensor]:
 
 def measure_layer(captured: Captured, attend: AttentionFn, attend_fpa: AttentionFn) -> dict[str, float]:
     """Errors of `attend` and of 16-bit attention on a layer's q, k, v and dO, and what may explain them."""
-    exact = exact_layer(captured)
+    exact, statistics = exact_layer(captured)
     values = errors(captured, attend, exact)
     of_fpa = errors(captured, attend_fpa, exact)
     values |= {f"fpa_{name}_l2": of_fpa[f"{name}_l2"] for name in TENSORS}
-    return values | explanations(captured, exact)
+    return values | statistics
 
 
-def exact_layer(captured: Captured) -> Exact:
-    """Exact attention of a layer's input, and statistics of its matrices.
+def exact_layer(captured: Captured) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Exact attention of a layer's input: TENSORS in float32, and what may explain errors.
 
-    In float32, because float64 is slow on most GPUs. Memory is linear in N.
+    That is `p_rms`, `dp_rms` and `ds_rms`, over all N · N entries, those that the mask hides being 0;
+    `largest_logit`, of |S| where the mask admits it, S = QKᵀ/√D; with QK-norm the largest gains. In float32,
+    because float64 is slow on most GPUs. Memory is linear in N.
     """
     q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
     squares = torch.zeros(3, dtype=torch.float64, device=q.device)  # of P, dP and dS, summed
@@ -237,10 +253,12 @@ def exact_layer(captured: Captured) -> Exact:
         on_rows=add,
     )
     p_rms, dp_rms, ds_rms = (squares / (q[..., 0].numel() * q.shape[2])).sqrt().tolist()
-    return Exact(result.out, result.dq, result.dk, result.dv, p_rms, dp_rms, ds_rms, largest.item())
+    statistics = {"p_rms": p_rms, "dp_rms": dp_rms, "ds_rms": ds_rms, "largest_logit": largest.item()}
+    statistics |= {name: gain.item() for name, gain in captured.gains.items()}
+    return dict(zip(TENSORS, (result.out, result.dq, result.dk, result.dv), strict=True)), statistics
 
 
-def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, float]:
+def errors(captured: Captured, attend: AttentionFn, exact: dict[str, Tensor]) -> dict[str, float]:
     """Of o, dq, dk and dv of `attend`: `_cos` and `_l2`, and of dq and dk `_small_rows`."""
     q, k, v, grad_out = captured.q, captured.k, captured.v, captured.grad_out
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -248,49 +266,8 @@ def errors(captured: Captured, attend: AttentionFn, exact: Exact) -> dict[str, f
     found = (out, *torch.autograd.grad(out, leaves, grad_out))
     values = {}
     for name, tensor in zip(TENSORS, found, strict=True):
-        values[f"{name}_cos"] = cosine_similarity(tensor, getattr(exact, name))
-        values[f"{name}_l2"] = relative_l2(tensor, getattr(exact, name))
+        values[f"{name}_cos"] = cosine_similarity(tensor, exact[name])
+        values[f"{name}_l2"] = relative_l2(tensor, exact[name])
         if name in ("dq", "dk"):
-            values[f"{name}_small_rows"] = small_rows_left(tensor, getattr(exact, name))
+            values[f"{name}_small_rows"] = small_rows_left(tensor, exact[name])
     return values
-
-
-def explanations(captured: Captured, exact: Exact) -> dict[str, float]:
-    """RMS of the exact P, dP and dS, the largest logit, and with QK-norm the largest gains."""
-    values = {name: getattr(exact, name) for name in ("p_rms", "dp_rms", "ds_rms", "largest_logit")}
-    return values | {name: gain.item() for name, gain in captured.gains.items()}
-
-
-class Alarm:
-    """Warns of layers with a gradient error above `limit`.
-
-    A layer is reported once, and again only after its error was below the limit in between.
-    """
-
-    def __init__(self, limit: float | None, probe: Probe | None):
-        self.limit = math.inf if limit is None else limit
-        self._probe = probe
-        self._above: set[int] = set()
-
-    def warnings(self, step: int, values: dict[str, float], layers: Sequence[int]) -> list[str]:
-        """What to say of these measurements (see Probe.measure) of the chosen layers."""
-        messages = []
-        for layer in layers:
-            errors = {name: values[f"probe/layer_{layer}/{name}_l2"] for name in GRADIENTS}
-            worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-            if errors[worst] <= self.limit:
-                self._above.discard(layer)
-            elif self.limit < math.inf and layer not in self._above:
-                self._above.add(layer)
-                messages.append(self._message(step, layer, worst, values))
-        return messages
-
-    def _message(self, step: int, layer: int, worst: str, values: dict[str, float]) -> str:
-        has = "has" if self._probe.is_own else "would have"
-        return (
-            f"step {step}, layer {layer}: {GRADIENTS[worst]} of {self._probe.backend.title} {has} a relative "
-            f"L2 error of {values[f'probe/layer_{layer}/{worst}_l2']:.3g}, above probe.alarm={self.limit:g}"
-            f"; full-precision attention has {values[f'probe/layer_{layer}/fpa_{worst}_l2']:.2g} "
-            f"(largest logit {values[f'probe/layer_{layer}/largest_logit']:.3g}). QK-norm bounds "
-            "the logits; attention=sagebwd_consistent and fewer tokens per step may help, too, in a new run"
-        )

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch
 from tqdm import tqdm
 
 from common import terminal
-from common.errors import TrainingError, first
+from common.errors import TrainingError
 from common.files import write_text
 from common.redaction import RedactingFormatter, redact
-from trainer.machine import find_commit
 from trainer.run_directory import RunDirectory, read_metrics
 from trainer.settings import LoggerSettings
+from trainer.software import find_commit
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +37,14 @@ class Record:
     def __init__(
         self,
         metrics: Path,
+        loggers: "dict[str, WandbRun | TensorBoard | None]",
         *,
-        wandb: "WandbRun | None" = None,
-        tensorboard: "TensorBoard | None" = None,
         steps: int,
         first_step: int,
         name: str,
     ):
         self.logged = len(set(logged_steps(metrics)))  # how many steps metrics.jsonl has the loss of
         self._file = open(metrics, "a", buffering=1)  # noqa: SIM115 - open as long as the run; line-buffered
-        self._wandb = wandb
-        loggers = {"W&B": wandb, "TensorBoard": tensorboard}
         self._loggers = {name: logger for name, logger in loggers.items() if logger is not None}
         self._bar = tqdm(
             total=steps,
@@ -58,10 +54,6 @@ class Record:
             mininterval=0.5 if sys.stderr.isatty() else 15,  # few lines in a log file
             dynamic_ncols=True,
         )
-
-    @property
-    def wandb_id(self) -> str | None:
-        return self._wandb.id if self._wandb else None
 
     def write(self, values: dict[str, Any]) -> None:
         infinite = [k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)]
@@ -111,13 +103,11 @@ def logged_steps(metrics: Path) -> list[int]:
     return [record["step"] for record in records if "loss" in record]
 
 
-def warn_of_holes(metrics: Path, *, step: int, logged: int, log_every: int) -> None:
-    """Warn if metrics.jsonl lacks some of the `logged` steps of before the checkpoint of `step`."""
-    there = sorted({*logged_steps(metrics)})
+def warn_of_holes(metrics: Path, logged: int) -> None:
+    """Warn if metrics.jsonl lacks some of the steps that were `logged` before a checkpoint."""
+    there = {*logged_steps(metrics)}
     if len(there) < logged:
-        gaps = [(a + 1, b - 1) for a, b in pairwise([0, *there, step + 1]) if b - a > log_every]
-        told = first([str(a) if a == b else f"{a} to {b}" for a, b in gaps])
-        lost = f"{logged - len(there)} of {logged} records are missing, in steps {told}"
+        lost = f"{logged - len(there)} of {logged} records are missing"
         log.warning("%s: %s. Training continues; they are not written again", metrics, lost)
 
 
@@ -192,7 +182,6 @@ class WandbRun:
 
     def __init__(self, run: Any, metrics: Path):
         self._run = run
-        self.id: str = run.id
         records = read_metrics(metrics) if metrics.exists() else []  # of before this start
         self._samples = [
             [one["step"], one.get("tokens"), one["sample"]] for one in records if one.get("sample")
@@ -214,21 +203,12 @@ class WandbRun:
         self._run.finish()
 
 
-def start_wandb(
-    settings: LoggerSettings,
-    *,
-    folder: Path,
-    config: dict[str, Any],
-    run_id: str | None,
-) -> WandbRun | None:
+def start_wandb(settings: LoggerSettings, *, folder: Path, config: dict[str, Any]) -> WandbRun | None:
     """A W&B run, continued if the run had one; None when it is off, or "auto" and not installed.
 
     "auto" obeys WANDB_MODE; without it, it logs online when an API key is configured and offline otherwise.
     If the service cannot be reached the run is logged offline, and can be uploaded later with `wandb sync`.
     The other WANDB_* variables hold where the settings leave a value out.
-
-    run_id: the run's id in its checkpoint. Without one, the id is that of the run directory, which gets it
-    before W&B starts.
     """
     mode = os.environ.get("WANDB_MODE", "auto") if settings.wandb == "auto" else settings.wandb
     if mode in ("off", "disabled"):
@@ -242,12 +222,10 @@ def start_wandb(
     if mode == "auto":
         mode = "online" if wandb.login(prompt=False, verify=False) else "offline"
     arguments = _arguments(settings, folder)
-    run_id = run_id or os.environ.get("WANDB_RUN_ID") or _id_of(folder)
     for attempt in dict.fromkeys((mode, "offline")):
         try:
             run = wandb.init(
                 **arguments,
-                id=run_id,
                 config=redact(config),
                 mode=attempt,
                 settings=wandb.Settings(**_client_settings(wandb)),
@@ -271,6 +249,7 @@ def _arguments(settings: LoggerSettings, folder: Path) -> dict[str, Any]:
         "project": settings.project or environ.get("WANDB_PROJECT") or PROJECT,
         "group": settings.group or environ.get("WANDB_RUN_GROUP"),
         "name": environ.get("WANDB_NAME") or folder.name,
+        "id": _id_of(folder),
         "dir": environ.get("WANDB_DIR") or folder,
         "resume": environ.get("WANDB_RESUME") or "allow",
     }
@@ -291,9 +270,10 @@ def _client_settings(wandb: Any) -> dict[str, Any]:
 def _id_of(folder: Path) -> str:
     """The id of the run in this folder. It is stored before W&B starts, so that a killed run keeps it."""
     file = RunDirectory(folder).wandb_id
-    if not file.exists() or not file.read_text().strip():
-        write_text(file, f"{secrets.token_hex(4)}\n")
-    return file.read_text().strip()
+    stored = file.read_text().strip() if file.exists() else ""
+    run_id = os.environ.get("WANDB_RUN_ID") or stored or secrets.token_hex(4)
+    write_text(file, f"{run_id}\n")
+    return run_id
 
 
 class TensorBoard:

@@ -1,4 +1,4 @@
-"""What a run is built of, where it starts from, and how far it is.
+"""What a run is built of, and how far it is.
 
 Its steps, and what follows each, are in trainer.loop.
 """
@@ -15,29 +15,26 @@ from torch import Tensor
 
 import model.config
 import model.huggingface
-from common.errors import SettingsError, TrainingError, explain, user_facing
+from common.errors import TrainingError, user_facing
 from data.corpus import Corpus, ValidationSet, open_corpus
 from data.loader import Batch, BatchLoader, evaluation_batches
-from data.tokenizers import Tokenizer, tokenizer_identity
+from data.tokenizers import Tokenizer
 from data.tokens import count_sequences
 from model.backends import Backend
-from model.config import LlamaConfig
 from model.llama import Llama
-from trainer import identity, parallel
+from trainer import parallel
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpoints, restore
 from trainer.checks import Sizes, groups, report_warmup, sizes_of
 from trainer.distributed import Ranks
 from trainer.divergence import Guard, SpikeDetector, check_copies
-from trainer.estimate import report_length
-from trainer.machine import peak_tflops, start_profiler
+from trainer.estimate import peak_tflops, report_length
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
-from trainer.probe import Alarm, build_probe
+from trainer.probe import build_probe
 from trainer.processes import StopRequest
 from trainer.record import Record, Stopwatch, TensorBoard, start_wandb, warn_of_holes
-from trainer.run_directory import RunDirectory, checkpoint_of, checkpoints_in, newest_step, verify_seal
 from trainer.settings import Settings
-from trainer.start import WEIGHTS, WEIGHTS_ALONE, TrainingDirectory
+from trainer.start import TrainingDirectory, check_checkpoint, find_branch, find_weights
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +71,8 @@ class Run:
         )
         self.sharing_tokens = parallel.sharing_tokens(self.llama, settings.hardware, ranks)
         self.optimizer = build_optimizer(self.llama, settings.optimizer)
-        self.callbacks = Callbacks(settings.callbacks, functools.partial(all_validation_batches, self))
+        batches = functools.partial(all_validation_batches, self)
+        self.callbacks = Callbacks(settings.callbacks, batches) if settings.callbacks else None
         self.guard = Guard(self.llama, self.optimizer, ranks, directory.note_divergence)
         self.checkpoints = Checkpoints(
             directory.checkpoints,
@@ -91,17 +89,13 @@ class Run:
         self.probe = build_probe(
             settings, self.llama, self.backend, device=ranks.device, dtype=settings.dtype
         )
-        self.alarm = Alarm(settings.probe.alarm, self.probe)
         self.stop_asked = False
         self.stopwatch = Stopwatch(ranks.device)
         self.peak = settings.hardware.peak_tflops or peak_tflops(ranks.device)
-        self.record = _start_record(self, restored.get("wandb_id")) if ranks.is_main else None
-        self.profiler = _start_profiler(self) if settings.profile.steps else None
+        self.record = _start_record(self) if ranks.is_main else None
 
     def close(self) -> None:
         """Whether it ended or failed."""
-        if self.profiler:
-            self.profiler.stop()
         self.checkpoints.close()
         if self.record:
             self.record.close()
@@ -119,7 +113,6 @@ class Run:
         if self.record:
             self.record.sync()
         extra = {  # what the main rank says counts
-            "wandb_id": self.record.wandb_id if self.record else None,
             "logged": self.record.logged if self.record else None,
             "data": self.corpus.manifest.fingerprint,
             "tokenizer": self.corpus.manifest.recipe["tokenizer"],
@@ -170,17 +163,12 @@ class Run:
                 self.directory.truncate_metrics(step)
             if step and self.branch is None:
                 log.info("continuing %s from step %d", self.directory.path, step)
-                warn_of_holes(
-                    self.directory.metrics,
-                    step=step,
-                    logged=restored.get("logged", 0),
-                    log_every=self.settings.log_every,
-                )
+                warn_of_holes(self.directory.metrics, restored.get("logged", 0))
         return restored
 
     def _check_run(self, path: Path, sealed: dict[str, Any]) -> None:
         """Raise TrainingError if the checkpoint is of another run, or of a run on other text."""
-        self.directory.check_checkpoint(path, sealed, self.settings)
+        check_checkpoint(path, sealed, self.settings)
         if sealed.get("data") != self.corpus.manifest.fingerprint:
             raise TrainingError(
                 f"{self.directory.path} was trained on other text or with another tokenizer than these data "
@@ -208,18 +196,7 @@ def all_validation_batches(run: Run) -> Iterator[Batch]:
         yield from validation_batches(run, one)
 
 
-def _start_profiler(run: Run) -> torch.profiler.profile:
-    return start_profiler(
-        run.directory.profile,
-        start=run.settings.profile.start,
-        steps=run.settings.profile.steps,
-        first_step=run.first_step,
-        rank=run.ranks.rank,
-        device=run.ranks.device,
-    )
-
-
-def _start_record(run: Run, wandb_id: str | None) -> Record:
+def _start_record(run: Run) -> Record:
     settings, sizes, folder = run.settings, run.sizes, run.directory.path
     derived = {
         "parameters": model.config.parameter_count(settings.model),
@@ -230,11 +207,12 @@ def _start_record(run: Run, wandb_id: str | None) -> Record:
         "attention": run.backend.description,  # the kernel that was chosen
     }
     config = {**settings.recorded(), "derived": derived}
-    with_tensorboard = settings.logger.tensorboard
+    loggers = {"W&B": start_wandb(settings.logger, folder=folder, config=config)}
+    if settings.logger.tensorboard:
+        loggers["TensorBoard"] = TensorBoard(folder / "tensorboard", run.step)
     return Record(
         run.directory.metrics,
-        wandb=start_wandb(settings.logger, folder=folder, config=config, run_id=wandb_id),
-        tensorboard=TensorBoard(folder / "tensorboard", run.step) if with_tensorboard else None,
+        loggers,
         steps=sizes.steps,
         first_step=run.step,
         name=folder.name,
@@ -347,66 +325,6 @@ def bytes_per_token(
         first, last = (one.tokens.source_bytes(stop, tokenizer.count_bytes) for stop in (1, targets + 1))
         found.append((last - first) / targets)
     return found
-
-
-# ---------------------------------------------------------------------- where it starts from
-
-
-def find_weights(settings: Settings, directory: RunDirectory) -> str | None:
-    """The folder of weights to start from, if one is set and there is no checkpoint yet.
-
-    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
-    """
-    folder = settings.init_from
-    if folder is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        weights = Path(folder).absolute()
-        if (run := RunDirectory(weights.parent)).weights == weights:
-            run.check(weights)
-        stored = model.huggingface.read_config(folder)
-    except (OSError, ValueError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(f"init_from={folder}: {why}; give {WEIGHTS}") from error
-    if wrong := model.config.differences(stored, settings.model):
-        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
-        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
-        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
-    return folder
-
-
-def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
-    """The checkpoint to start from, and its seal, if one is set and there is none of this run yet.
-
-    Raises TrainingError if its weights or its optimizer's state are not those of this model and optimizer.
-    """
-    if settings.branch_from is None or checkpoints_in(directory.checkpoints):
-        return None
-    try:
-        folder = RunDirectory(Path(settings.branch_from)).checkpoints
-        path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
-        sealed = verify_seal(path)
-        stored = identity.checked(sealed.get("settings"))
-        shape = LlamaConfig(**stored["model"])
-        wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
-        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
-            wrong.append(f"optimizer.name={old}")
-        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
-            raise ValueError(
-                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
-                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
-                f"class that you know, or use {WEIGHTS_ALONE}"
-            )
-        if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
-            wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = explain(error) if isinstance(error, OSError) else error
-        raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
-    if wrong:
-        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
-    if sealed["step"] >= settings.total_steps:
-        raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
-    return path, sealed
 
 
 def load_branch(

@@ -1,40 +1,13 @@
 """What a run leaves on disk: settings, metrics, weights, DONE or DIVERGED; checkpoints, and their seals."""
 
 import json
-import logging
 import os
-import platform
 import re
-import sys
 import zlib
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common.errors import TrainingError
-from common.files import append_line, damaged_line, read_bytes, read_line, read_lines, write_text
-from common.redaction import redact
-from trainer import identity
-from trainer.machine import software
-from trainer.settings import Settings
-
-log = logging.getLogger(__name__)
-
-# Overrides that say where things are, not what the run computes.
-UNNAMED = (
-    "run_dir=",
-    "runs_dir=",
-    "plan=",
-    "data.root=",
-    "data.processes=",
-    "logger=",
-    "logger.",
-)
-
-
-NAME_BYTES = 255  # of a file's name, on Linux
+from common.files import damaged_line, read_bytes, read_line, read_lines, write_text
 
 SEAL = "seal.json"
 METADATA = ".metadata"  # torch.distributed.checkpoint's list of what is in the other files
@@ -43,24 +16,6 @@ CHECKSUM = "checksum"  # of the seal itself
 
 # Values of metrics.jsonl and spikes.jsonl that are computed with.
 NUMBERS = re.compile(r"tokens|lr|mfu|tokens_per_second|(typical_)?(loss|grad_norm)|(val_|probe/).*")
-
-
-def default_name(overrides: list[str]) -> str:
-    """A readable folder name for a run with these command-line overrides, which no others share."""
-    kept = sorted(text for text in overrides if not text.startswith(UNNAMED))
-    if not kept:
-        return "default"
-    exact = "+".join(kept)
-    name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
-    if name != exact.replace("=", "-") or len(name) > 120 or len(name.encode()) > NAME_BYTES:
-        kept = name[:110].encode()[: NAME_BYTES - 9].decode(errors="ignore")
-        return f"{kept}-{zlib.crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
-    return name
-
-
-def name_directory(settings: Settings, overrides: list[str]) -> None:
-    """Give the run a `run_dir` named after its overrides if it has none. settings: or Hydra's."""
-    settings.run_dir = settings.run_dir or str(Path(settings.runs_dir) / default_name(overrides))
 
 
 class RunDirectory:
@@ -77,7 +32,6 @@ class RunDirectory:
         self.probe_plot = path / "probe.png"
         self.weights = path / "weights"
         self.exports = path / "export"  # checkpoints in the Hugging Face layout: python -m scripts.export
-        self.profile = path / "profile"  # of a few steps: trainer/machine.py
         self.wandb_id = path / ".wandb_id"  # the run's id in W&B
         self.done = path / "DONE"
         self.diverged = path / "DIVERGED"
@@ -105,30 +59,6 @@ class RunDirectory:
             inner[:] = [
                 name for name in inner if Path(folder, name) not in (self.checkpoints, self.path / "wandb")
             ]
-
-    def check_checkpoint(self, path: Path, sealed: dict[str, Any], settings: Settings) -> None:
-        """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal."""
-        try:
-            stored = identity.checked(sealed.get("settings"))
-        except ValueError as error:
-            raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
-        if changed := identity.changes(stored, settings):
-            raise TrainingError(
-                f"checkpoint {path} is of a run with other settings:\n{changed}\n"
-                "Move it to where it came from, or give this run its own run_dir=…"
-            )
-
-    def note_environment(self, device: torch.device, devices: int) -> None:
-        """Add what this process runs on to environment.jsonl: a line for every start of the run."""
-        line = {
-            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": redact(sys.argv),
-            "device": _device_name(device),
-            "devices": devices,
-            "cuda": torch.version.cuda,
-            **software(),
-        }
-        append_line(self.environment, line)
 
     def finish(self) -> None:
         """Mark the run finished: DONE has the sizes and checksums of its results, which are on the disk."""
@@ -186,12 +116,6 @@ class RunDirectory:
         return int(read_bytes(self.diverged, 99, links=False)) if self.diverged.exists() else None
 
 
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl or spikes.jsonl; a last line that a crash cut short is left out.
 
@@ -228,10 +152,7 @@ def _problem(record: dict[str, Any]) -> str | None:
 def write_seal(folder: Path, contents: dict[str, Any]) -> None:
     """Seal all files of `folder`. They and the folder are on the disk when this returns."""
     files = {path.name: fingerprint(path) for path in sorted(folder.iterdir())}
-    with open(folder / SEAL, "w") as file:
-        file.write(seal_text({**contents, "files": files}))
-        file.flush()
-        os.fsync(file.fileno())
+    write_text(folder / SEAL, seal_text({**contents, "files": files}))
     sync(folder)
 
 

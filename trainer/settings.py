@@ -150,15 +150,6 @@ class SpikeSettings:
 
 
 @dataclass
-class ProfileSettings:
-    """Recording a few steps with torch.profiler, and what is in memory (trainer/machine.py)."""
-
-    steps: int = not_negative(0)  # how many steps; 0: no profile
-    start: int = positive(10)  # after so many other steps of this process
-    memory: bool = False  # remember which line allocated what, for the snapshot if a GPU's memory runs out
-
-
-@dataclass
 class HardwareSettings:
     """What the run executes on. Changes the speed, not the experiment."""
 
@@ -177,7 +168,7 @@ class HardwareSettings:
     context_parallel: int = positive(1)
     # "blocks": activation checkpointing of all but attention
     recompute: str = setting("none", choices=("none", "blocks"))
-    check_memory: bool = True  # refuse a run that cannot fit in memory (trainer/estimate.py)
+    check_memory: bool = True  # refuse a run that cannot fit in a GPU's memory (trainer/estimate.py)
     timeout_s: float = positive(600.0)  # the run ends if a rank keeps the others waiting for longer
     peak_tflops: float | None = positive(None)  # dense bf16 peak for MFU; null: looked up by GPU name
 
@@ -206,7 +197,6 @@ class Settings:
     hardware: HardwareSettings = field(default_factory=HardwareSettings, metadata=MAY_CHANGE)
     probe: ProbeSettings = field(default_factory=ProbeSettings, metadata=MAY_CHANGE)
     spike: SpikeSettings = field(default_factory=SpikeSettings, metadata=MAY_CHANGE)
-    profile: ProfileSettings = field(default_factory=ProfileSettings, metadata=MAY_CHANGE)
 
     init_from: str | None = None  # a Hugging Face folder to start from (a run's weights/); null: random
     branch_from: str | None = None  # a run to go on from, with its optimizer (trainer/start.py)

@@ -1,4 +1,4 @@
-"""Before a run starts: settings it takes from where it begins, and the directory that it trains in.
+"""Where a run starts: the settings, weights or checkpoint it takes, and the directory that it trains in.
 
 A run begins with trained weights (`init_from`), with a checkpoint of another run (`branch_from`), or anew.
 """
@@ -6,32 +6,43 @@ A run begins with trained weights (`init_from`), with a checkpoint of another ru
 import fcntl
 import json
 import logging
-import shlex
+import os
+import platform
+import re
 import shutil
+import sys
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import model.config
 import model.huggingface
 from common.errors import SettingsError, TrainingError, explain, user_facing
-from common.files import read_lines, write_text
+from common.files import append_line, read_lines, write_text
 from common.overrides import escaped
+from common.redaction import redact
 from data.huggingface_tokenizer import TOKENIZER_FILE
-from data.tokenizers import VOCABULARY_SIZES
+from data.tokenizers import VOCABULARY_SIZES, tokenizer_identity
+from model.config import LlamaConfig
 from trainer import identity
 from trainer.run_directory import (
     RunDirectory,
+    checkpoint_of,
     checkpoints_in,
-    name_directory,
     newest_step,
     read_metrics,
+    verify_seal,
 )
 from trainer.settings import Settings
+from trainer.software import software
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +133,96 @@ def _tokenizer_in(weights: Path) -> str | None:
     return str(weights) if (weights / TOKENIZER_FILE).exists() else None
 
 
+def find_weights(settings: Settings, directory: RunDirectory) -> str | None:
+    """The folder of weights to start from, if one is set and there is no checkpoint yet.
+
+    Raises TrainingError if it holds no model of this shape, or one that is not what its run left.
+    """
+    folder = settings.init_from
+    if folder is None or checkpoints_in(directory.checkpoints):
+        return None
+    try:
+        weights = Path(folder).absolute()
+        if (run := RunDirectory(weights.parent)).weights == weights:
+            run.check(weights)
+        stored = model.huggingface.read_config(folder)
+    except (OSError, ValueError) as error:
+        why = explain(error) if isinstance(error, OSError) else error
+        raise TrainingError(f"init_from={folder}: {why}; give {WEIGHTS}") from error
+    if wrong := model.config.differences(stored, settings.model):
+        use = " ".join(f"model.{name}={theirs}" for name, theirs, _ in wrong)
+        here = ", ".join(f"{name}={ours}" for name, _, ours in wrong)
+        raise TrainingError(f"init_from={folder} holds a model of another shape; use {use} (here {here})")
+    return folder
+
+
+def find_branch(settings: Settings, directory: RunDirectory) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to start from, and its seal, if one is set and there is none of this run yet.
+
+    Raises TrainingError if its weights or its optimizer's state are not those of this model and optimizer.
+    """
+    if settings.branch_from is None or checkpoints_in(directory.checkpoints):
+        return None
+    try:
+        folder = RunDirectory(Path(settings.branch_from)).checkpoints
+        path = checkpoint_of(folder, settings.branch_step or newest_step(folder))
+        sealed = verify_seal(path)
+        stored = identity.checked(sealed.get("settings"))
+        shape = LlamaConfig(**stored["model"])
+        wrong = [f"model.{name}={old}" for name, old, _ in model.config.differences(shape, settings.model)]
+        if (old := stored["optimizer"].get("name")) != settings.optimizer.name:
+            wrong.append(f"optimizer.name={old}")
+        if (old := stored["optimizer"].get("_target_")) != settings.optimizer._target_:
+            raise ValueError(
+                f"{path} has the moments of another optimizer, {old}, not {settings.optimizer._target_}. A "
+                "branch takes no code from its run: give optimizer._target_ and optimizer.arguments of a "
+                f"class that you know, or use {WEIGHTS_ALONE}"
+            )
+        if sealed.get("tokenizer") != tokenizer_identity(settings.data.tokenizer):
+            wrong.append(f"data.tokenizer={stored['data']['tokenizer']}")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = explain(error) if isinstance(error, OSError) else error
+        raise TrainingError(f"branch_from={settings.branch_from}: {why}") from error
+    if wrong:
+        raise SettingsError(f"{path} was trained with {' '.join(wrong)}; use that, or {WEIGHTS_ALONE}")
+    if sealed["step"] >= settings.total_steps:
+        raise SettingsError(f"{path} has done all {settings.total_steps} steps of this run; raise steps")
+    return path, sealed
+
+
 # ---------------------------------------------------------------------- the directory to train in
+
+
+# Overrides that say where things are, not what the run computes.
+UNNAMED = (
+    "run_dir=",
+    "runs_dir=",
+    "plan=",
+    "data.root=",
+    "data.processes=",
+    "logger=",
+    "logger.",
+)
+
+NAME_BYTES = 255  # of a file's name, on Linux
+
+
+def default_name(overrides: list[str]) -> str:
+    """A readable folder name for a run with these command-line overrides, which no others share."""
+    kept = sorted(text for text in overrides if not text.startswith(UNNAMED))
+    if not kept:
+        return "default"
+    exact = "+".join(kept)
+    name = re.sub(r"[^\w.+-]", "-", exact.replace("=", "-"))
+    if name != exact.replace("=", "-") or len(name) > 120 or len(name.encode()) > NAME_BYTES:
+        kept = name[:110].encode()[: NAME_BYTES - 9].decode(errors="ignore")
+        return f"{kept}-{zlib.crc32(os.fsencode(exact)):08x}"  # something was replaced or cut off
+    return name
+
+
+def name_directory(settings: Settings, overrides: list[str]) -> None:
+    """Give the run a `run_dir` named after its overrides if it has none. settings: or Hydra's."""
+    settings.run_dir = settings.run_dir or str(Path(settings.runs_dir) / default_name(overrides))
 
 
 class TrainingDirectory(RunDirectory):
@@ -190,6 +290,18 @@ class TrainingDirectory(RunDirectory):
             mark.unlink(missing_ok=True)
         write_text(self.config, identity.as_yaml(settings.recorded()))
 
+    def note_environment(self, device: torch.device, devices: int) -> None:
+        """Add what this process runs on to environment.jsonl: a line for every start of the run."""
+        line = {
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": redact(sys.argv),
+            "device": _device_name(device),
+            "devices": devices,
+            "cuda": torch.version.cuda,
+            **software(),
+        }
+        append_line(self.environment, line)
+
     def note_checkpoint(self, step: int) -> None:
         """Remember that there has been a checkpoint, so that a lost folder of them is not taken for none."""
         write_text(self.saved, f"{step}\n")
@@ -204,16 +316,11 @@ class TrainingDirectory(RunDirectory):
                 kept = [json.dumps(record) + "\n" for record in read_metrics(path) if record["step"] <= step]
                 write_text(path, "".join(kept))
 
-    def results(self) -> str:
-        """The directory, and a line for each picture in it and for the model."""
-        lines = {
-            self.loss_plot: "training loss (line) and validation loss (markers)",
-            self.probe_plot: "errors of SageBwd's O, dQ, dK and dV by layer; grey: full precision",
-            self.weights: f"python -m scripts.sample {shlex.quote(str(self.path))} lets the model write",
-        }
-        return "\n  ".join(
-            [str(self.path), *(f"{it.name}: {says}" for it, says in lines.items() if it.exists())]
-        )
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def _find_checkpoints(directory: RunDirectory) -> list[Path]:
@@ -243,6 +350,19 @@ def _stored_settings(directory: RunDirectory) -> dict[str, Any]:
             f"{directory.config} does not say the settings of its run ({error}); restore it from a copy, or "
             f"delete {directory.path} to train from the start"
         ) from error
+
+
+def check_checkpoint(path: Path, sealed: dict[str, Any], settings: Settings) -> None:
+    """Raise TrainingError if the checkpoint is of a run with other settings; `sealed` is its seal."""
+    try:
+        stored = identity.checked(sealed.get("settings"))
+    except ValueError as error:
+        raise TrainingError(f"checkpoint {path} is damaged ({error}); delete that folder") from error
+    if changed := identity.changes(stored, settings):
+        raise TrainingError(
+            f"checkpoint {path} is of a run with other settings:\n{changed}\n"
+            "Move it to where it came from, or give this run its own run_dir=…"
+        )
 
 
 def _refuse_other(directory: RunDirectory, stored: dict[str, Any], settings: Settings) -> None:

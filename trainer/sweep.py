@@ -7,13 +7,12 @@ knows no GPUs.
 
 import atexit
 import copy
-import io
 import os
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,9 +45,8 @@ from trainer.processes import (
     run_all,
     under_torchrun,
 )
-from trainer.run_directory import RunDirectory, default_name, name_directory
 from trainer.settings import Settings, unresolved
-from trainer.start import inherited
+from trainer.start import TrainingDirectory, default_name, inherited, name_directory
 
 # ---------------------------------------------------------------------- before and after
 
@@ -102,18 +100,10 @@ class SweepSummary(Callback):
         goes_on = self._planned and (interrupted or counts["not started"] > 0)
         say(f"{told}; the same command continues" if goes_on else told)
         for job in failed:
-            say(f"failed: {command_of(job.overrides or [])}\n  {_error(job)}")
+            error = str(job._return_value)  # reading the property raises it
+            say(f"failed: {command_of(job.overrides or [])}\n  " + error.replace("\n", "\n  "))
         for overrides in () if self._planned else interrupted:
             say(f"interrupted: {command_of(overrides)}")
-
-
-def _error(job: JobReturn) -> str:
-    """The error of a failed job. Reading the job's return value raises it, after printing a line."""
-    try:
-        with redirect_stderr(io.StringIO()):
-            return str(job.return_value)
-    except Exception as error:
-        return str(error).replace("\n", "\n  ")
 
 
 def command_of(overrides: Sequence[str]) -> str:
@@ -248,7 +238,7 @@ class LocalGpus(Launcher):
     def _note_end(self, run: "_Run", outcome: Outcome) -> None:
         """Take the outcome as Hydra's result. An interrupted run has not ended for the callbacks."""
         if outcome.kind == FINISHED:
-            directory = RunDirectory(Path(run.job.name)) if run.job else None
+            directory = TrainingDirectory(Path(run.job.name)) if run.job else None
             run.result.status = JobStatus.COMPLETED
             run.result.return_value = directory and directory.validation_loss()  # as train.py's main()
         else:
@@ -309,7 +299,7 @@ def _job(settings: Settings, config: DictConfig, limit: int) -> Job:
         output=Path(settings.run_dir) / OUTPUT,
         gpus=settings.hardware.devices if on_gpus else 0,
         environment=environment,
-        ended_well=lambda code: code == 0 and RunDirectory(Path(settings.run_dir)).is_finished,
+        ended_well=lambda code: code == 0 and TrainingDirectory(Path(settings.run_dir)).is_finished,
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sagebwd import SageConfig
-from trainer.machine import find_commit
+from trainer.software import find_commit
 
 
 def describe_run(

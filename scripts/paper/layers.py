@@ -61,7 +61,7 @@ from scripts.paper.trained_runs import (
     open_runs,
     parser_of,
 )
-from trainer.probe import Captured, capture, errors, exact_layer, explanations
+from trainer.probe import Captured, capture, errors, exact_layer
 
 PROGRAM = "python -m scripts.paper.layers"
 
@@ -137,11 +137,10 @@ def measure_run(run: TrainedRun, result: dict[str, Any], arguments: Namespace) -
     variants = {name: sage(config, run, arguments) for name, config in VARIANTS.items()}
     captured, rows = capture_run(run, range(run.settings.model.n_layers), arguments), []
     for layer, tensors in captured.items():
-        exact = exact_layer(tensors)
+        exact, statistics = exact_layer(tensors)
         measured = {name: errors(tensors, variant.attend, exact) for name, variant in variants.items()}
-        found = explanations(tensors, exact)
-        in_step = {f"{x}_in_step": found[x] / run.sequences_per_step for x in ("dp_rms", "ds_rms")}
-        rows.append(Row(run.name, layer, measured, found | in_step))
+        in_step = {f"{x}_in_step": statistics[x] / run.sequences_per_step for x in ("dp_rms", "ds_rms")}
+        rows.append(Row(run.name, layer, measured, statistics | in_step))
         yield rows[-1:]
     worst = most_error_prone(rows, "paper").layer
     result["runs"][run.name]["attentions"] = {name: found.description for name, found in variants.items()}

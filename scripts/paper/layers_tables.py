@@ -33,7 +33,7 @@ SMOOTHINGS = {
 class Row:
     """One layer of a run.
 
-    errors: by variant, those of trainer.probe.errors. statistics: those of trainer.probe.explanations, and
+    errors: by variant, those of trainer.probe.errors. statistics: those of trainer.probe.exact_layer, and
     (`_in_step`) the RMS of dP and dS where the loss is the mean over a training step.
     """
 

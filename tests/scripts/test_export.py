@@ -129,7 +129,7 @@ def test_settings_are_published_as_they_were_recorded(train_here, tmp_path, monk
     embedded = "source: stdlib"
     assert embedded in text
     config.write_text(text.replace(embedded, "source: '${oc.env:MY_API_KEY} s3cret-value-123'"))
-    monkeypatch.setattr(export.RunDirectory, "check_checkpoint", lambda *_: None)  # that seal is theirs, too
+    monkeypatch.setattr(export, "check_checkpoint", lambda *_: None)  # that seal is theirs, too
     export.main([str(tmp_path / "run")])
     card = (tmp_path / "run" / "export" / "step_00000002" / "README.md").read_text()
     assert "| text | ${oc.env:MY_API_KEY} <redacted: MY_API_KEY> files |" in card

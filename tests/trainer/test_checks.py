@@ -120,7 +120,6 @@ BAD = [
     (["seed=9223372036854775808"], ["seed=9223372036854775808"]),
     (["hardware.devices=9"], ["hardware.devices=9", "8 GPU"]),
     (["spike.window=4"], ["spike.window=4", "8"]),
-    (["steps=8", "profile.steps=5"], ["profile.start=10", "the 8 steps"]),
     (["spike.threshold=nan"], ["spike.threshold=nan"]),
 ]
 

@@ -27,7 +27,7 @@ SHORT = ("steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
 
 def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path, monkeypatch):
     """And where it has written what the memory held, unless that fails."""
-    settings = compose_settings("hardware.micro_batch=12", f"run_dir={tmp_path}")
+    settings = compose_settings("hardware.micro_batch=12", f"run_dir={tmp_path / 'run'}")
 
     def message():
         with (
@@ -37,7 +37,7 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12 GiB.")
         return str(told.value)
 
-    snapshot = tmp_path / "profile" / "out_of_memory_rank_0.pickle"
+    snapshot = tmp_path / "run" / "out_of_memory_rank_0.pickle"
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("blocks"))
     assert str(snapshot) in message()
     assert snapshot.read_text() == "blocks"

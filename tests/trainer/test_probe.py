@@ -17,7 +17,7 @@ from sagebwd.reference import exact_attention
 from tests.cli import losses, metrics
 from tests.inputs import draw, largest_logit
 from trainer import probe
-from trainer.probe import Alarm, Captured, Probe, capture, errors, exact_layer, measure_layer
+from trainer.probe import Captured, Probe, capture, errors, exact_layer, measure_layer
 
 SHAPE = LlamaConfig(
     vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
@@ -36,14 +36,14 @@ def in_bfloat16(q, k, v, **settings):
 def test_exact_layer_is_float64_attention(monkeypatch, elements_at_once, heads, kv_heads):
     monkeypatch.setattr(probe, "ELEMENTS_AT_ONCE", elements_at_once)
     q, k, v, grad_out = draw(heads, kv_heads, sigma=2.0)
-    found = exact_layer(Captured(q, k, v, q, {}, grad_out))
+    found, statistics = exact_layer(Captured(q, k, v, q, {}, grad_out))
     wanted = exact_attention(q, k, v, grad_out, is_causal=True, matrices=True)
     for name in ("o", "dq", "dk", "dv"):
         expected = getattr(wanted, {"o": "out"}.get(name, name))
-        torch.testing.assert_close(getattr(found, name).double(), expected, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(found[name].double(), expected, rtol=1e-4, atol=1e-5, msg=name)
     for name, matrix in (("p_rms", wanted.p), ("dp_rms", wanted.dp), ("ds_rms", wanted.ds)):
-        assert getattr(found, name) == pytest.approx(matrix.square().mean().sqrt().item(), rel=1e-5)
-    assert found.largest_logit == pytest.approx(largest_logit(q, k), rel=1e-5)
+        assert statistics[name] == pytest.approx(matrix.square().mean().sqrt().item(), rel=1e-5)
+    assert statistics["largest_logit"] == pytest.approx(largest_logit(q, k), rel=1e-5)
 
 
 @pytest.mark.parametrize("length", [1, 37, 130])
@@ -74,7 +74,7 @@ def test_small_rows_shrink_under_one_scale_per_tile():
     q, k, v, grad_out = draw(length=256)
     grad_out *= torch.randn(256, 1).mul(1.5).exp()
     captured = Captured(q, k, v, q, {}, grad_out)
-    exact = exact_layer(captured)
+    exact, _ = exact_layer(captured)
     kept = {}
     for config in (SageConfig(), SageConfig.paper()):
         found = errors(captured, partial(sagebwd.sage_attention, config=config), exact)
@@ -213,8 +213,10 @@ def test_where_sagebwd_does_not_run_only_its_own_runs_stop(compose_settings, mon
         probe.build_probe(own, llama, backend, **CPU)
 
 
-def alarm_of(settings):
-    return Alarm(settings.probe.alarm, make_probe(settings, Llama(SHAPE, FULL)))
+def alarm_of(settings, layers=(5,)):
+    found = make_probe(settings, Llama(SHAPE, FULL))
+    found.layers = layers
+    return found
 
 
 def measured(**errors):
@@ -228,7 +230,7 @@ def test_alarm_fires_once_and_again_only_after_it_was_well(compose_settings):
     settings = compose_settings("attention=sagebwd", "model.qk_norm=false", "attention.granularity=block")
     alarm = alarm_of(settings)
     history = [0.1, 0.3, 0.31, 0.5, math.nan, 0.2, math.inf]
-    fired = [alarm.warnings(10 * i, measured(dk_l2=error), [5]) for i, error in enumerate(history)]
+    fired = [alarm.warnings(10 * i, measured(dk_l2=error)) for i, error in enumerate(history)]
     assert [len(messages) for messages in fired] == [0, 0, 1, 0, 0, 0, 1]
     for text in (
         "step 20",
@@ -247,14 +249,13 @@ def test_alarm_knows_layers_apart_names_the_worst_tensor_and_can_be_off(compose_
     values = measured(dq_l2=0.4, dv_l2=math.nan) | {
         key.replace("5", "6"): 0.4 for key in measured() if "layer_5" in key
     }
-    alarm = alarm_of(settings)
-    first, second = alarm.warnings(1, values, [5, 6])
+    first, second = alarm_of(settings, (5, 6)).warnings(1, values)
     assert "layer 5" in first
     assert "dV of SageBwd would have" in first
     assert "layer 6" not in first
     assert "layer 6" in second
     settings.probe.alarm = None
-    assert alarm_of(settings).warnings(1, values, [5, 6]) == []
+    assert alarm_of(settings, (5, 6)).warnings(1, values) == []
 
 
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])

@@ -14,8 +14,8 @@ from trainer.record import Record, Stopwatch, TensorBoard, logged_steps, warn_of
 
 
 def make_record(folder, wandb_run, tensorboard=None):
-    loggers = {"wandb": wandb_run, "tensorboard": tensorboard}
-    return Record(folder / "metrics.jsonl", **loggers, steps=3, first_step=0, name="name")
+    loggers = {"W&B": wandb_run, "TensorBoard": tensorboard}
+    return Record(folder / "metrics.jsonl", loggers, steps=3, first_step=0, name="name")
 
 
 def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
@@ -37,28 +37,22 @@ def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
     assert "loss=2.500, tok/s=1,234, MFU=25.0%" in shown
 
 
-TO_TWELVE = [*range(1, 13)]
-HOLES = {
-    "none": (TO_TWELVE, 12, 1, None),
-    "cut": (TO_TWELVE[:6], 12, 1, "6 of 12 records are missing, in steps 7 to 12"),
-    "all": ([], 12, 1, "12 of 12 records are missing, in steps 1 to 12"),
-    "the first": (TO_TWELVE[2:], 12, 1, "2 of 12 records are missing, in steps 1 to 2"),
-    "two": ([1, 3, 4, 5, 6, 9, 10, 11, 12], 12, 1, "3 of 12 records are missing, in steps 2, 7 to 8"),
-    "every fifth": ([1, 5, 10], 3, 5, None),
-    "cut, every fifth": ([1, 5], 3, 5, "1 of 3 records are missing, in steps 6 to 12"),
-    "the interval has changed": ([1, 2, 3, 5, 10], 5, 1, None),
-}
-
-
-@pytest.mark.parametrize("hole", HOLES)
-def test_holes_before_a_checkpoint_are_told(hole, tmp_path, caplog):
-    steps, logged, log_every, told = HOLES[hole]
+@pytest.mark.parametrize(
+    ("steps", "told"),
+    [
+        ([1, 5, 10], None),
+        ([1, 5, 10, 10, 11], None),
+        ([1, 5], "1 of 3 records are missing"),
+        ([], "3 of 3 records are missing"),
+    ],
+)
+def test_holes_before_a_checkpoint_are_told(steps, told, tmp_path, caplog):
     metrics = tmp_path / "metrics.jsonl"
     if steps:
         metrics.write_text("".join(f'{{"step": {step}, "loss": 5.0}}\n' for step in steps))
-    warn_of_holes(metrics, step=12, logged=logged, log_every=log_every)
+    warn_of_holes(metrics, logged=3)
     assert len(caplog.messages) == bool(told)
-    assert all(str(metrics) in message and told in message for message in caplog.messages)
+    assert all(f"{metrics}: {told}" in message for message in caplog.messages)
 
 
 def test_a_record_counts_the_steps_with_a_loss_and_those_of_before(tmp_path):

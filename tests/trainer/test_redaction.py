@@ -101,13 +101,13 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
 
     monkeypatch.setattr(wandb, "init", init)
     settings = LoggerSettings(wandb="offline")
-    start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}}, run_id=None)
+    start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}})
     assert given["config"] == {"data": {"path": ["<redacted: MY_API_KEY>"]}}
     assert given["settings"].disable_git
     assert len(given["settings"].git_commit.rstrip("+")) == 40
 
     run = Mock()
-    record = Record(tmp_path / "metrics.jsonl", wandb=run, steps=1, first_step=0, name="run")
+    record = Record(tmp_path / "metrics.jsonl", {"W&B": run}, steps=1, first_step=0, name="run")
     record.write({"step": 1, "loss": 2.0, "sample": f"The {SECRET}"})
     record.close()
     logged = {"loss": 2.0, "sample": "The <redacted: MY_API_KEY>"}

@@ -11,9 +11,9 @@ from common.errors import TrainingError
 from common.files import append_line, read_lines, write_text
 from data.settings import DataSettings
 from trainer import identity
-from trainer.run_directory import default_name, read_metrics, read_seal, seal_text, write_seal
+from trainer.run_directory import read_metrics, read_seal, seal_text, write_seal
 from trainer.settings import OptimizerSettings, ProbeSettings, Settings, SpikeSettings
-from trainer.start import TrainingDirectory
+from trainer.start import TrainingDirectory, check_checkpoint, default_name
 
 
 def test_name_comes_from_the_overrides_in_any_order():
@@ -164,14 +164,12 @@ def test_checkpoints_of_another_run_are_refused(tmp_path):
     attention = {"backend": "sagebwd", "preset": "paper"}
     foreign = checkpoint_of(directory, 4, seed=1, context=32, attention=attention)
     sealed = read_seal(foreign)
-    directory.check_checkpoint(foreign, sealed, Settings(seed=1, context=32, attention=attention))
+    check_checkpoint(foreign, sealed, Settings(seed=1, context=32, attention=attention))
     told = (
         r"(?s)step_00000004 is of a run with other settings.*granularity was block.*context was 32, is now 64"
     )
     with pytest.raises(TrainingError, match=told):
-        directory.check_checkpoint(
-            foreign, sealed, Settings(seed=1, context=64, attention={"backend": "fpa"})
-        )
+        check_checkpoint(foreign, sealed, Settings(seed=1, context=64, attention={"backend": "fpa"}))
 
 
 def finished(path, **settings):

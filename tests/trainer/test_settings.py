@@ -6,8 +6,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from common.overrides import comments_in, setting_hints
-from trainer.run_directory import default_name
 from trainer.settings import Settings, attention_settings, check_or_exit, unresolved
+from trainer.start import default_name
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

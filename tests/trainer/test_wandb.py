@@ -34,9 +34,8 @@ class Run:
         self.logged.append((step, values))
 
 
-def start(mode, folder, run_id=None, **settings):
-    settings = LoggerSettings(wandb=mode, **settings)
-    return start_wandb(settings, folder=folder, config={"seed": 1}, run_id=run_id)
+def start(mode, folder, **settings):
+    return start_wandb(LoggerSettings(wandb=mode, **settings), folder=folder, config={"seed": 1})
 
 
 @pytest.fixture
@@ -66,8 +65,8 @@ def test_off_and_not_installed(tmp_path, monkeypatch, caplog):
 @pytest.mark.parametrize(("key_configured", "mode"), [(True, "online"), (False, "offline")])
 def test_auto_is_online_only_with_a_key(tmp_path, monkeypatch, calls, key_configured, mode):
     monkeypatch.setattr(wandb, "login", lambda **_: key_configured)
-    assert start("auto", tmp_path, run_id="abc").id == "abc"
-    assert [(call["mode"], call["id"], call["resume"]) for call in calls] == [(mode, "abc", "allow")]
+    assert start("auto", tmp_path)
+    assert [(call["mode"], call["resume"]) for call in calls] == [(mode, "allow")]
 
 
 def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkeypatch, caplog):
@@ -75,7 +74,7 @@ def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkey
     attempts = []
 
     def init(**arguments):
-        attempts.append(arguments["mode"])
+        attempts.append((arguments["mode"], arguments["id"]))
         if arguments["mode"] == "online":
             raise TimeoutError("no answer")
         assert torn_down == [1]
@@ -84,8 +83,9 @@ def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkey
     torn_down = []
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "teardown", lambda exit_code: torn_down.append(exit_code))
-    assert start("online", tmp_path, run_id="abc").id == "abc"
-    assert attempts == ["online", "offline"]
+    (tmp_path / ".wandb_id").write_text("abc\n")
+    assert start("online", tmp_path)
+    assert attempts == [("online", "abc"), ("offline", "abc")]
     assert "W&B (online): no answer" in caplog.text
 
 
@@ -117,15 +117,19 @@ def test_variables_hold_where_no_setting_is_given(tmp_path, monkeypatch, calls):
     assert "init_timeout" not in call["settings"].model_fields_set  # so that theirs holds
 
 
-def test_a_run_has_one_id_before_its_first_checkpoint_too(tmp_path, calls, caplog):
+def test_a_run_has_one_id(tmp_path, calls, caplog, monkeypatch):
     caplog.set_level(logging.INFO)
-    first = start("offline", tmp_path).id
+    (tmp_path / "other").mkdir()
+    for folder in (tmp_path, tmp_path, tmp_path / "other"):
+        start("offline", folder)
+    first, again, other = (call["id"] for call in calls)
     assert len(first) == 8
-    assert start("offline", tmp_path).id == first
-    assert start("offline", tmp_path, run_id="of-the-checkpoint").id == "of-the-checkpoint"
-    other = tmp_path / "other"
-    other.mkdir()
-    assert start("offline", other).id != first
+    assert first == again != other
+    monkeypatch.setenv("WANDB_RUN_ID", "theirs")
+    start("offline", tmp_path)
+    monkeypatch.delenv("WANDB_RUN_ID")
+    start("offline", tmp_path)
+    assert [call["id"] for call in calls[-2:]] == ["theirs", "theirs"]
     assert f"W&B: https://wandb.test/{first}" in caplog.text
 
 
@@ -154,7 +158,7 @@ def test_offline_run_leaves_files_and_says_how_to_upload_them(tmp_path, caplog):
     run.finish()
     (file,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
     assert f"wandb sync {file.parent}" in caplog.text
-    assert run.id in file.name
+    assert (tmp_path / ".wandb_id").read_text().strip() in file.name
 
 
 def test_stand_in_has_what_wandb_runs_have():

@@ -17,6 +17,7 @@ from scripts.paper.losses import compare, read_rows
 from scripts.paper.variants import base_of, is_null, variant_of
 from tests.cli import ROOT
 from trainer.run_directory import RunDirectory
+from trainer.start import TrainingDirectory
 
 SAGE = ("attention.backend=sagebwd", "attention.smooth_k=true", "attention.smooth_q=false")
 FLASH = ("attention.sdpa=flash",)
@@ -33,7 +34,7 @@ def make_run(tmp_path, compose_settings):
     debug = OmegaConf.create(compose_settings("experiment=debug").recorded())
 
     def made(name, values, *overrides, done=True, validation=()):
-        directory = RunDirectory(tmp_path / name)
+        directory = TrainingDirectory(tmp_path / name)
         directory.path.mkdir()
         settings = OmegaConf.merge(debug, OmegaConf.from_dotlist(list(overrides)))
         write_text(directory.config, OmegaConf.to_yaml(settings))
@@ -73,7 +74,7 @@ def test_of_a_window_the_mean_counts_and_the_run_need_not_be_finished(make_run):
 
 def test_the_text_is_named_by_its_fingerprint_or_as_told(train_here, tmp_path, make_run):
     trainer = train_here(tmp_path / "run", "steps=3", "checkpoint_every=3", "probe.every=0")
-    RunDirectory(tmp_path / "run").note_environment(torch.device("cpu"), 1)
+    TrainingDirectory(tmp_path / "run").note_environment(torch.device("cpu"), 1)
     assert read_run(tmp_path / "run")["group"]["text"] == trainer.corpus.manifest.fingerprint
     copied = make_run("copied", [5.0, 4.0])
     assert read_run(copied, text="abc")["group"]["text"] == "abc"
