@@ -13,6 +13,7 @@ from tests.cli import debug_command
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores
+torch.set_num_threads(1)
 if not torch.cuda.is_available():
     # Triton reads it when it is first imported, which torch does as soon as something is compiled.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -46,15 +47,15 @@ def command(datasets):
     return functools.partial(debug_command, datasets)
 
 
-#: Files whose tests take longest. A process that begins one of them last keeps the others waiting.
-SLOW = ("test_compile_ahead.py", "test_ranks.py", "test_train.py", "test_faults.py", "test_new_backend.py")
+#: Files whose tests take longest come first: begun last, one would keep the other processes waiting.
+SLOW = ("test_compile_ahead.py", "test_ranks.py", "test_train.py", "test_faults.py")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_collection_modifyitems(config, session, items):
+def pytest_collection_modifyitems(session, items):
     every_fixture_is_there(session, items)  # before pytest deselects tests
     yield
-    deal_slow_tests(items, processes=getattr(config, "workerinput", {}).get("workercount", 1))
+    items.sort(key=lambda item: item.path.name not in SLOW)
 
 
 def every_fixture_is_there(session, items):
@@ -64,15 +65,3 @@ def every_fixture_is_there(session, items):
         for name in item.fixturenames:
             if name not in given and not session._fixturemanager.getfixturedefs(name, item):
                 raise pytest.UsageError(f"{item.nodeid} asks for a fixture {name!r} that there is not")
-
-
-def deal_slow_tests(items, processes):
-    """Let each process begin with its share of the slow tests: pytest-xdist deals out equal parts."""
-    slow = [item for item in items if item.path.name in SLOW]
-    fast = [item for item in items if item.path.name not in SLOW]
-    size = -(-len(fast) // processes)
-    items[:] = [
-        item
-        for part in range(processes)
-        for item in (*slow[part::processes], *fast[part * size : (part + 1) * size])
-    ]

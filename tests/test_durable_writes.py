@@ -22,13 +22,16 @@ from data.settings import DataSettings
 from data.sources import jsonl
 from model.config import LlamaConfig
 from model.llama import Llama
+from tests.trainer.conftest import train_here
 from trainer.checkpoint import Checkpoints
 from trainer.distributed import Ranks
 from trainer.start import TrainingDirectory
 
+__all__ = ["train_here"]
+
 
 class Calls(list):
-    """("sync", path), ("rename", from, to) and ("delete", path), in order."""
+    """("sync", path, lines of JSON), ("rename", from, to) and ("delete", path), in order."""
 
     def renames_to(self, path):
         return [i for i, (what, *paths) in enumerate(self) if what == "rename" and paths[1] == path]
@@ -52,7 +55,8 @@ def calls(monkeypatch):
 
     def sync(handle):
         number = handle if isinstance(handle, int) else handle.fileno()
-        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{number}"))))
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        calls.append(("sync", path, path.read_text() if path.suffix == ".jsonl" else ""))
         fsync(number)
 
     def watched(name, module, what):
@@ -98,6 +102,14 @@ def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, call
     assert any(named < i < deleted for i in calls.syncs_of(folder)), (
         "deletes the only one that is surely there"
     )
+
+
+def test_a_checkpoint_is_not_ahead_of_the_metrics_on_the_disk(tmp_path, calls, train_here):
+    train_here(tmp_path, "steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
+    for step in (2, 4):
+        (named,) = calls.renames_to(tmp_path / "checkpoints" / f"step_{step:08d}")
+        synced = [calls[i][2] for i in calls.syncs_of(tmp_path / "metrics.jsonl") if i < named]
+        assert f'"step": {step},' in synced[-1]
 
 
 def test_a_run_is_done_when_its_weights_and_curve_are_on_the_disk(tmp_path, calls):

@@ -19,7 +19,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -136,20 +135,6 @@ def clock_jumps():
     time.time_ns = lambda: now_ns() + 86_400 * 10**9 * next(days)
 
 
-def wandb_breaks(after):
-    """A W&B run whose service is gone after so many records."""
-    records = itertools.count()
-
-    def log(values, step):
-        if next(records) >= after:
-            raise ConnectionError("no route to host")
-
-    def finish():
-        raise BrokenPipeError("the service is gone")
-
-    trainer.run.start_wandb = lambda *_, **__: SimpleNamespace(id="abc", log=log, finish=finish)
-
-
 # ------------------------------------------------------------------ killed
 
 
@@ -218,7 +203,7 @@ SPOTS = {
 def test_killed_at_every_stage_of_a_write(debug, tmp_path, whole, spot):
     settings = debug("run", *SHORT, "keep_checkpoints=1")
     warm.run(settings, functools.partial(dies_in, *SPOTS[spot]), code=-signal.SIGKILL)
-    warm.run(settings)
+    assert "records are missing" not in warm.run(settings)
     assert_same_run(whole(*SHORT), tmp_path / "run")
     assert checkpoint_names(tmp_path / "run") == ["step_00000008"]
 
@@ -268,11 +253,9 @@ def test_disk_of_one_rank_is_full_and_all_ranks_stop_with_that_message(debug, tm
     assert_same_run(whole(*SHORT_ON_TWO, ranks=2), tmp_path / "run")
 
 
-@pytest.mark.parametrize("dying", [0, 1])
-def test_rank_that_dies_in_a_write_ends_the_other_and_the_one_before_is_used(debug, tmp_path, whole, dying):
-    faults, codes = [[], []], [1, 1]
-    faults[dying], codes[dying] = [functools.partial(dies_in, "torch.save", 100)], -signal.SIGKILL
-    warm.two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=codes)
+def test_rank_that_dies_in_a_write_ends_the_other_and_the_one_before_is_used(debug, tmp_path, whole):
+    faults = [functools.partial(dies_in, "torch.save", 100)], []
+    warm.two_ranks(debug("run", *SHORT_ON_TWO), *faults, codes=(-signal.SIGKILL, 1))
     assert "continuing" in warm.two_ranks(debug("run", *SHORT_ON_TWO), [], [])
     assert_same_run(whole(*SHORT_ON_TWO, ranks=2), tmp_path / "run")
 
@@ -319,7 +302,6 @@ FULL = {
     "for the metrics": ("trainer.run.start_wandb", 1, 0, "the disk is full. Make room"),
     "in a checkpoint": ("torch.save", 150, 1 << 16, "could not write the checkpoint of step 4"),
     "for the weights": ("model.huggingface.save", 1, 1 << 16, "could not write the trained weights"),
-    "for the pictures": ("trainer.export.plot_losses", 1, 0, "the disk is full. Make room"),
 }
 
 
@@ -339,11 +321,9 @@ def test_disk_that_is_really_full_and_then_is_not(debug, disk, tmp_path, whole, 
     assert_same_run(whole(*SHORT), run_dir)
 
 
-@pytest.mark.parametrize("place", ["", "weights"])
-def test_places_that_became_read_only(debug, tmp_path, whole, place):
-    settings = debug("run", *SHORT)
-    path = tmp_path / "run" / place
-    path.mkdir(parents=True, mode=0o555)
+def test_a_place_that_became_read_only(debug, tmp_path, whole):
+    settings, path = debug("run", *SHORT), tmp_path / "run"
+    path.mkdir(mode=0o555)
     output = warm.run(settings, permissions_bind_root, code=1)
     assert "Permission denied" in output
     assert str(path) in output
@@ -371,29 +351,19 @@ def test_checkpoint_of_another_run_ends_all_ranks_with_that_message(debug, tmp_p
     assert "lost the other ranks" not in output
 
 
-def test_damaged_line_of_the_metrics_is_named_and_the_run_goes_on_without_it(debug, tmp_path, whole):
-    settings, run_dir = debug("run", *SHORT), tmp_path / "run"
+def test_a_curve_that_is_damaged_or_does_not_reach_the_checkpoint_is_told(debug, tmp_path):
+    """A line in it, cut short, and with a tail of NUL as a power failure leaves it."""
+    settings = debug("run", *SHORT)
     warm.run(settings)
-    (run_dir / "DONE").unlink()
-    file = run_dir / "metrics.jsonl"
+    (tmp_path / "run" / "DONE").unlink()
+    file = tmp_path / "run" / "metrics.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join([*lines[:2], "{damaged\n", *lines[2:]]))
     output = warm.run(settings, code=1)
     assert f"line 3 of {file} is damaged" in output
     assert "Traceback" not in output
-    subprocess.run(output.rpartition("delete that line: ")[2], shell=True, check=True)
-    warm.run(settings)
-    assert_same_run(whole(*SHORT), run_dir)
-
-
-def test_a_curve_that_does_not_reach_the_checkpoint_is_told(debug, tmp_path):
-    """Cut short, and with a tail of NUL as a power failure leaves it."""
-    warm.run(debug("run", *SHORT))
-    (tmp_path / "run" / "DONE").unlink()
-    file = tmp_path / "run" / "metrics.jsonl"
-    lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:4]) + "\0" * 100)
-    assert f"{file}: 4 of 8 records are missing" in warm.run(debug("run", *SHORT))
+    assert f"{file}: 4 of 8 records are missing" in warm.run(settings)
 
 
 # ------------------------------------------------------------------ the world around
@@ -405,10 +375,3 @@ def test_clock_jumps_and_nothing_measured_is_negative(debug, tmp_path, whole):
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     rates = [record["tokens_per_second"] for record in records if "loss" in record]
     assert all(1 < rate < 1e7 for rate in rates), rates
-
-
-def test_wandb_breaks_and_training_goes_on_and_says_so_once(debug, tmp_path, whole):
-    output = warm.run(debug("run", *SHORT), functools.partial(wandb_breaks, after=3))
-    assert output.count("W&B failed (ConnectionError: no route to host)") == 1
-    assert "the service is gone" not in output
-    assert_same_run(whole(*SHORT), tmp_path / "run")

@@ -20,9 +20,10 @@ import torch.distributed.run
 
 import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
-from tests import rank_work, warm
+from tests import warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
 from trainer import distributed, identity, software
+from trainer.processes import StopRequest
 
 
 def rolled_back(run_dir: Path, copy: Path) -> Path:
@@ -54,9 +55,9 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
 
     recomputed = ("hardware.parallel=fsdp", "hardware.recompute=blocks")
     # Each of the three starts imports once; what continues another run starts from a copy of it.
-    warm.train_all(named("one"), muon("one"), masked("one"), ranks=1)
+    assert warm.train_all(named("one"), muon("one"), masked("one"), ranks=1) == [[""] * 3]
     rolled_back(tmp_path / "one", tmp_path / "one_to_fsdp")
-    warm.train_all(
+    told = warm.train_all(
         named("two_ddp", "hardware.parallel=ddp"),
         named("two_fsdp", "hardware.parallel=fsdp"),
         named("two_recomputed", *recomputed),
@@ -65,12 +66,13 @@ def test_all_layouts_train_the_same_and_continue_each_other(datasets, tmp_path):
         muon("two_fsdp", "hardware.parallel=fsdp"),
         masked("two_ddp", "hardware.parallel=ddp"),
         masked("two_context_fsdp", "hardware.context_parallel=2", *recomputed),
-        ranks=2,
     )
+    assert told == [[""] * 8] * 2
     rolled_back(tmp_path / "two_ddp", tmp_path / "ddp_to_one")
     rolled_back(tmp_path / "two_fsdp", tmp_path / "fsdp_to_one")
     rolled_back(tmp_path / "muon" / "two_fsdp", tmp_path / "muon" / "fsdp_to_one")
-    warm.train_all(named("ddp_to_one"), named("fsdp_to_one"), muon("fsdp_to_one"), ranks=1)
+    told = warm.train_all(named("ddp_to_one"), named("fsdp_to_one"), muon("fsdp_to_one"), ranks=1)
+    assert told == [[""] * 3]
     runs = sorted(
         path.name for path in tmp_path.iterdir() if path.is_dir() and path.name not in ("muon", "masked")
     )
@@ -142,17 +144,45 @@ def newest_child(pid: int) -> int:
     return max(map(int, listed.stdout.split()))
 
 
+def fail_on_rank_1() -> None:
+    with distributed.joined("cpu") as ranks:
+        if ranks.rank == 1:
+            raise KeyError("no such thing")
+        with ranks.reporting_lost_ranks():
+            ranks.barrier()
+
+
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
-        warm.launch_two(rank_work.fail_on_rank_1)
+        warm.launch_two(fail_on_rank_1)
     assert "KeyError: 'no such thing'\n\nrank 1 failed" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
+
+
+def hang_on_rank_1(own_group: bool) -> None:
+    with distributed.joined("cpu") as ranks:
+        group = dist.new_group(backend="gloo") if own_group else None
+        dist.barrier(group)
+        ranks.answer_within(1)
+        if ranks.rank == 1:
+            time.sleep(600)
+        with ranks.reporting_lost_ranks():
+            dist.barrier(group)
 
 
 @pytest.mark.parametrize("own_group", [False, True])  # True: as when a checkpoint is written
 def test_a_rank_that_hangs_ends_the_run(own_group):
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        warm.launch_two(rank_work.hang_on_rank_1, own_group)
+        warm.launch_two(hang_on_rank_1, own_group)
+
+
+def save_when_asked(started: Path) -> None:
+    with distributed.joined("cpu") as ranks, StopRequest() as stop:
+        (started / str(ranks.rank)).touch()
+        while not ranks.largest(stop.signal or 0):
+            time.sleep(0.01)
+        (started / f"{ranks.rank}_saved").touch()
+        raise Interrupted("saved", ranks.largest(stop.signal or 0))
 
 
 def requeue_when_asked(folder: Path) -> None:
@@ -170,7 +200,7 @@ def requeue_when_asked(folder: Path) -> None:
     signal.signal(signal.SIGUSR2, requeue)
     threading.Thread(target=ask).start()
     try:
-        distributed.start(rank_work.save_when_asked, folder, processes=2)
+        distributed.start(save_when_asked, folder, processes=2)
     finally:
         assert saved_before == [["0_saved", "1_saved"]]
 
@@ -248,7 +278,7 @@ def test_ranks_that_would_not_train_the_same_say_which_and_what(datasets, tmp_pa
     }
     runs = [(run("run"), run("run", one)) for one in told]
     runs += [(run("run"), run("run", root="other")), *[(run("run"), run("run", root="same"))] * 2]
-    main, other = warm.refusals((run("run", root="gone"), run("run", root="gone")), *runs)
+    main, other = warm.train_all((run("run", root="gone"), run("run", root="gone")), *runs)
     assert main == other  # also where only the main one has met the error
     assert "book.txt" in main.pop(0)
     for said, expected in zip(main, told.values(), strict=False):

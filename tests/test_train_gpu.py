@@ -28,28 +28,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ON_GPU = ("hardware=gpu", "hardware.micro_batch=4", "hardware.compile=false")
 
 
-def test_a_whole_run_learns_and_names_its_kernel(command, tmp_path):
-    output = run(command(*ON_GPU, f"run_dir={tmp_path / 'run'}"))
+def test_bf16_on_a_gpu_names_its_kernel_and_follows_fp32_on_the_cpu(command, tmp_path):
+    output = run(command(*ON_GPU, f"run_dir={tmp_path / 'gpu'}"))
     assert any(title in output for title in fpa.TITLES.values())
-    assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
-    assert metrics(tmp_path / "run")[0]["peak_memory_gib"] > 0
-
-
-def test_bf16_on_a_gpu_follows_fp32_on_the_cpu(command, tmp_path):
-    run(command(*ON_GPU, f"run_dir={tmp_path / 'gpu'}"))
+    assert metrics(tmp_path / "gpu")[0]["peak_memory_gib"] > 0
     run(command(f"run_dir={tmp_path / 'cpu'}"))
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=5e-3)
-
-
-def test_stopped_and_continued(command, tmp_path):
-    whole = command(*ON_GPU, "steps=40", f"run_dir={tmp_path / 'whole'}")
-    run(whole)
-    stopped = command(*ON_GPU, "steps=40", f"run_dir={tmp_path / 'stopped'}")
-    code, output = kill_at_step(stopped, tmp_path / "stopped", 9, kill=signal.SIGTERM)
-    assert code == 128 + signal.SIGTERM, output
-    run(stopped)
-    # Attention backwards add in any order, so equal only to the noise of bf16.
-    assert losses(tmp_path / "stopped") == pytest.approx(losses(tmp_path / "whole"), rel=5e-3)
 
 
 def assert_same_though_killed(command, overrides, folder):

@@ -112,27 +112,27 @@ def two_ranks(
     return [finish(process, settings, code) for process, code in zip(processes, codes, strict=True)][-1]
 
 
-def train_all(*runs: Settings, ranks: int) -> None:
-    """Train these one after another, in the same processes, a rank each."""
-    port = _free_port()
-    output = Path(f"{runs[0].run_dir}.out")
-    environments = [_torchrun(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
-    processes = [SERVER.Process(target=_train_all, args=(runs, output, each)) for each in environments]
+def train_all(*runs: Settings | Sequence[Settings], ranks: int = 2) -> list[list[str]]:
+    """Train these one after another, in the same processes, a rank each, or each its own of a pair.
+
+    What each rank refuses them with ("": nothing).
+    """
+    port, queue = _free_port(), SERVER.SimpleQueue()
+    pairs = [[one] * ranks if isinstance(one, Settings) else one for one in runs]
+    output = Path(f"{pairs[0][0].run_dir}.out")
+    processes = [
+        SERVER.Process(
+            target=_train_all,
+            args=(own, output, _torchrun(rank, ranks, port) if ranks > 1 else {}, queue),
+        )
+        for rank, own in enumerate(zip(*pairs, strict=True))
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(120)
     assert [process.exitcode for process in processes] == [0] * ranks, output.read_text()
-
-
-def refusals(*runs: tuple[Settings, Settings]) -> list[list[str]]:
-    """What two ranks that train these, each its own of a pair, refuse them with ("": nothing); by rank."""
-    port, queue = _free_port(), SERVER.SimpleQueue()
-    output = Path(f"{runs[0][0].run_dir}.out")
-    for rank, settings in enumerate(zip(*runs, strict=True)):
-        SERVER.Process(target=_try_all, args=(settings, output, _torchrun(rank, 2, port), queue)).start()
-    found = dict(queue.get() for _ in range(2))
-    return [found[0], found[1]]
+    return [told for _, told in sorted(queue.get() for _ in range(ranks))]
 
 
 def launch_two(work: Callable[..., None], *arguments: object) -> None:
@@ -182,7 +182,7 @@ def _free_port() -> int:
 
 def _torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
     where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    return {"RANK": str(rank), "WORLD_SIZE": str(ranks), **where}
+    return {"RANK": str(rank), "WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "test", **where}
 
 
 def _run_script(arguments: list[str], environment: dict[str, str], output: Path) -> None:
@@ -209,17 +209,9 @@ def _train(settings: Settings, output: Path, environment: dict[str, str], faults
         sys.exit(str(error))
 
 
-def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str]) -> None:
-    _begin(output, environment)
-    with distributed.joined("cpu") as ranks:
-        distributed.joined = lambda device: nullcontext(ranks)
-        for one in runs:
-            train(one)
-
-
-def _try_all(runs: Sequence[Settings], output: Path, environment: dict[str, str], queue) -> None:
+def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str], queue) -> None:
     told = []
-    _begin(output, environment | {"TORCHELASTIC_RUN_ID": "test"})
+    _begin(output, environment)
     with distributed.joined("cpu") as ranks:
         distributed.joined = lambda device: nullcontext(ranks)
         for one in runs:

@@ -67,14 +67,6 @@ def test_the_command_for_a_large_text_prepares_what_opens(settings, tmp_path):
     assert len(open_corpus(settings).validation) == 2
 
 
-def test_openwebtext_names_its_command(tmp_path):
-    settings = composed("data=openwebtext", "data.documents=null", f"data.root={tmp_path}")
-    with pytest.raises(ValueError, match="is not prepared yet") as caught:
-        open_corpus(settings)
-    assert pasted(str(caught.value).splitlines()[-1]) == settings
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(
     "name", ["a b", "a,b", "k=v", "it's", "${oc.env:HOME}", "[x]", "ä", "back\\slash\\", "null", "1e3", "*.t"]
 )

@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -24,9 +23,10 @@ from data.shards import Manifest
 from data.sources import jsonl
 from data.tokenizers import Bytes
 from data.tokens import TokenShards
-from tests.cli import flip
+from tests import cli, warm
+from tests.cli import ROOT, flip
+from tests.processes import wait_until
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600)]  # 70 kB
 
 
@@ -92,33 +92,22 @@ def test_any_number_of_processes_makes_the_same_bytes_once(settings, tmp_path, m
     prepare(settings)
 
 
+def prepare_slowly(settings):
+    """In a process of its own."""
+    sources.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
+    encode_batch = Bytes.encode_batch
+    Bytes.encode_batch = lambda self, texts: time.sleep(0.1) or encode_batch(self, texts)
+    prepare(settings)
+
+
 def test_a_killed_preparation_continues_and_makes_the_same_bytes(settings, tmp_path):
-    program = f"""
-import time
-from data import sources
-from data.prepare import prepare
-from data.recipe import Recipe
-from data.settings import DataSettings
-from data.sources import jsonl
-from data.tokenizers import Bytes
-sources.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
-quick = Bytes.encode_batch
-def slow(self, texts):
-    time.sleep(0.1)
-    return quick(self, texts)
-Bytes.encode_batch = slow
-prepare(Recipe({settings!r}))
-"""
-    folder = None
-    words = [sys.executable, "-c", program]
-    with subprocess.Popen(words, cwd=CHECKOUT, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and folder is None:
-            finished = list(Path(settings.root).glob("*/unit_00003.json"))
-            folder = finished[0].parent if finished else None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-    assert folder is not None
+    process = warm.SERVER.Process(target=prepare_slowly, args=(settings,))
+    process.start()
+    begun = ("*/unit_00003.json", "*/*.bin.*.tmp")  # the fourth unit is done, the fifth half written
+    assert wait_until(lambda: all([*Path(settings.root).glob(name)] for name in begun), 30)
+    process.kill()
+    process.join()
+    (folder,) = Path(settings.root).iterdir()
     assert not (folder / "manifest.json").exists()
     assert list(folder.glob("*.tmp")), "killed between units; nothing was half written"
     before = {file.name: file.stat().st_mtime_ns for file in folder.glob("*_0000[0-3].[bj]*[!p]")}
@@ -156,13 +145,6 @@ def test_a_name_that_is_taken_by_other_data_is_refused(settings):
     with pytest.raises(ValueError, match=r"mine holds .* \(different held_out\)"):
         prepare(dataclasses.replace(named, val_fraction=0.3))
     assert contents(Path(settings.root) / "mine") == whole
-
-
-def test_units_of_another_recipe_are_made_anew(settings, tmp_path):
-    named = dataclasses.replace(settings, folder="mine")
-    (prepare(named) / "manifest.json").unlink()  # as if it had been stopped
-    other = dataclasses.replace(named, val_fraction=0.3)
-    assert contents(prepare(other)) == contents(prepare(elsewhere(other, tmp_path)))
 
 
 def test_waits_for_another_preparation_of_the_same_folder(settings, caplog):
@@ -252,15 +234,13 @@ def test_verify_reads_source_files_that_are_too_large_to_read_each_time(settings
         content[end] ^= 1
 
 
-def command(*overrides, cwd):
-    environment = os.environ | {"PYTHONPATH": str(CHECKOUT), "HYDRA_FULL_ERROR": "0"}
-    words = [sys.executable, "-m", "data.prepare", *overrides]
-    return subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
-
-
 def test_the_command_prepares_and_litters_nothing(tmp_path):
     (tmp_path / "book.txt").write_text("once upon a time\n" * 100)
-    done = command("data=text", "data.path=book.txt", "data.tokenizer=bytes", "verify=true", cwd=tmp_path)
+    words = ["-m", "data.prepare", "data=text", "data.path=book.txt", "data.tokenizer=bytes", "verify=true"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert "verified, 1,5" in done.stdout
     assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "tokens"]
@@ -273,9 +253,7 @@ def test_the_command_prepares_and_litters_nothing(tmp_path):
         ("dat=text", "dat=text: there is no setting 'dat'; did you mean data?"),
     ],
 )
-def test_the_command_ends_with_a_message_and_without_a_traceback(tmp_path, argument, answer):
-    done = command(argument, cwd=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith(answer)
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
+def test_the_command_ends_with_a_message_and_without_a_traceback(argument, answer):
+    printed = cli.run([sys.executable, "data/prepare.py", argument], code=1)
+    assert printed.startswith(answer)
+    assert "Traceback" not in printed

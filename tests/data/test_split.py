@@ -1,6 +1,5 @@
 """The validation documents: the requested share, never none, chosen by position alone."""
 
-import numpy as np
 import pytest
 
 from data.sources import effective_fraction, in_validation
@@ -9,15 +8,6 @@ from data.sources import effective_fraction, in_validation
 def test_the_share_is_the_fraction():
     chosen = in_validation(unit=3, first=0, count=1_000_000, fraction=0.01)
     assert chosen.sum() == pytest.approx(10_000, abs=500)  # five standard deviations
-
-
-def test_does_not_depend_on_how_the_documents_are_batched():
-    whole = in_validation(unit=2, first=0, count=1000, fraction=0.3)
-    parts = [
-        in_validation(unit=2, first=first, count=min(77, 1000 - first), fraction=0.3)
-        for first in range(0, 1000, 77)
-    ]
-    assert (np.concatenate(parts) == whole).all()
 
 
 def test_units_choose_independently():

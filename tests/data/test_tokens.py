@@ -9,13 +9,11 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from data import sources
 from data.loader import BatchLoader
 from data.prepare import prepare
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.shards import Manifest, chunk_checksums
-from data.sources import text
 from data.tokens import TokenShards
 from tests.cli import flip
 
@@ -56,19 +54,6 @@ def test_windows_outside_are_refused():
     for start, length in ((-1, 2), (0, 9), (8, 1), (3, -1)):
         with pytest.raises(IndexError, match="which has 8"):
             tokens.window(start, length)
-
-
-@pytest.mark.parametrize("size", [1 << 20, 700])
-def test_opens_what_was_prepared(tmp_path, monkeypatch, size):
-    """However many batches and units the text is read in, it ends once."""
-    monkeypatch.setattr(text, "BATCH_BYTES", size)
-    for module in (sources, text):
-        monkeypatch.setattr(module, "UNIT_BYTES", 3 * size)
-    folder = prepared(tmp_path)
-    train, val = (opened(folder, split, full=True) for split in ("train", "val"))
-    whole = [*train.window(0, len(train) - 1), *val.window(0, len(val) - 1)]  # without either's end-of-text
-    assert bytes(whole) == (tmp_path / "book.txt").read_bytes()
-    assert (len(list(folder.glob("*.bin"))) > 2) == (size == 700)
 
 
 @pytest.fixture

@@ -46,8 +46,6 @@ def test_trainer_without_accelerate_says_what_to_install(monkeypatch, capsys):
     [
         ["--steps", "0"],
         ["--heads", "3"],  # does not divide --width 32
-        ["--kv-heads", "3"],  # nor --heads 2
-        ["--warm-up", "10"],  # of 10 steps
         ["--baseline", "sagebwd"],
         ["--out", "/nowhere/x.json"],
     ],

@@ -1,6 +1,6 @@
 """What the model tests share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,13 +11,9 @@ from model.llama import Llama
 
 
 @pytest.fixture(autouse=True)
-def _reproducible() -> Iterator[None]:
-    """One thread, as the tests run in parallel, and the same random numbers in every run."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _reproducible() -> None:
+    """The same random numbers in every run."""
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

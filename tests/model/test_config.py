@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
-from omegaconf.errors import ValidationError
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import backends
@@ -54,14 +53,12 @@ def test_parameter_count_is_that_of_the_module(make_config, changes):
     ("changes", "fragments"),
     [
         ({"n_heads": 16, "n_kv_heads": 6}, ["model.n_kv_heads=6", "model.n_heads=16", "n_kv_heads=4 or 8"]),
-        ({"n_heads": 4, "n_kv_heads": 8}, ["model.n_kv_heads=8", "n_kv_heads=4"]),
         ({"n_kv_heads": 0}, ["model.n_kv_heads=0", "at least 1"]),
         ({"d_head": 63}, ["model.d_head=63 is odd", "d_head=62 or 64"]),
         ({"d_head": 1}, ["model.d_head=1 is odd", "d_head=2"]),
         ({"linear": "fp8"}, ["model.linear=fp8", "float8 or null"]),
         ({"linear": "float8", "d_ffn": 3080}, ["3080", "multiples of 16", "model.linear=null"]),
         ({"d_model": 1000}, ["model.d_model=1000", "model.n_heads=16", "d_model=992 or 1008"]),
-        ({"d_model": 10}, ["model.d_model=10", "d_model=16"]),
         ({"vocab_size": 0}, ["model.vocab_size=0"]),
         ({"n_layers": -1}, ["model.n_layers=-1"]),
         ({"d_ffn": 0, "max_context": 0}, ["model.d_ffn=0", "model.max_context=0"]),
@@ -98,13 +95,6 @@ def test_llama_325m_is_the_default_and_lists_every_setting():
     listed = set(OmegaConf.load(CONFIGS / "llama_325m.yaml"))
     assert listed == {field.name for field in fields(LlamaConfig)}
     assert asdict(read("llama_325m")) == asdict(LlamaConfig())
-
-
-def test_wrong_type_and_unknown_name_are_refused():
-    with pytest.raises(ValidationError):
-        OmegaConf.merge(LlamaConfig, {"n_layers": "many"})
-    with pytest.raises(Exception, match="n_layer"):
-        OmegaConf.merge(LlamaConfig, {"n_layer": 3})
 
 
 @pytest.mark.parametrize("tied", [True, False])

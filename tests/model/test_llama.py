@@ -6,27 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from model import backends
-from model.llama import Llama, RMSNorm, RotaryEmbedding, rotate
+from model.llama import Llama, RotaryEmbedding, rotate
 from tests.cli import run_fresh
-
-BACKENDS = {
-    "fpa": {"backend": "fpa"},
-    "sagebwd": {"backend": "sagebwd", "kernels": "reference"},
-}
-
-
-def attend(name: str, is_gqa: bool = False):
-    built = backends.build(
-        BACKENDS[name], device=torch.device("cpu"), dtype=torch.float32, d_head=10, is_gqa=is_gqa
-    )
-    return built.attend
-
-
-def test_rms_norm_computes_in_float32_and_keeps_the_dtype():
-    norm, x = RMSNorm(64, eps=1e-6), 300 * torch.randn(8, 64)
-    half = x.half()  # the squares overflow float16
-    assert norm(half).dtype == torch.float16
-    torch.testing.assert_close(norm(half), norm(half.float()).half(), atol=0, rtol=0)
 
 
 def test_rotary_tables_are_exact_at_the_last_position():
@@ -89,25 +70,15 @@ def test_initial_weights_have_the_configured_spread(make_config):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("tie_embeddings", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradient_reaches_every_parameter(make_config, tokens, backend, tie_embeddings, kv_heads):
-    config = make_config(n_kv_heads=kv_heads, tie_embeddings=tie_embeddings)
-    model = Llama(config, attend(backend, is_gqa=kv_heads != 4))
+def test_gradient_of_sagebwd_reaches_every_parameter(make_config, tokens, kv_heads):
+    shape = {"device": torch.device("cpu"), "dtype": torch.float32, "d_head": 10, "is_gqa": kv_heads != 4}
+    backend = backends.build({"backend": "sagebwd", "kernels": "reference"}, **shape)
+    model = Llama(make_config(n_kv_heads=kv_heads), backend.attend)
     model(tokens, tokens.roll(-1, 1)).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.norm() > 0, name
-
-
-def test_sagebwd_is_close_to_full_precision(make_model, tokens):
-    model = make_model()
-    exact = model(tokens)
-    for layer in model.layers:
-        layer.self_attn.attend = attend("sagebwd")
-    error = (model(tokens) - exact).norm() / exact.norm()
-    assert 1e-5 < error < 0.05  # quantized, and only a little off
 
 
 def test_autocast_runs_products_and_the_residual_stream_in_bfloat16(make_config, tokens):
@@ -145,23 +116,6 @@ def test_only_the_gains_of_qk_norm_start_elsewhere_and_they_learn(make_config, t
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_compiles_to_one_graph_with_the_same_loss_and_gradients(make_config, tokens):
-    model = Llama(make_config(n_layers=1, n_kv_heads=2, init_std=0.2), attend("fpa", is_gqa=True))
-    targets = tokens.roll(-1, 1)
-
-    def run(function):
-        model.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = function(tokens, targets)
-        loss.backward()
-        return loss.detach(), [parameter.grad.clone() for parameter in model.parameters()]
-
-    expected = run(model)
-    # aot_eager traces forward and backward as inductor does, without the minute that generating code takes.
-    compiled = run(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch.testing.assert_close(compiled, expected, atol=1e-6, rtol=1e-5)
-
-
 def test_too_many_tokens_are_refused(make_model):
     with pytest.raises(ValueError, match=r"33 tokens .* raise model.max_context=32"):
         make_model()(torch.zeros(1, 33, dtype=torch.int64))
@@ -170,12 +124,6 @@ def test_too_many_tokens_are_refused(make_model):
 def test_targets_of_another_shape_are_refused(make_model, tokens):
     with pytest.raises(ValueError, match=r"\(3, 18\) do not match tokens \(3, 19\)"):
         make_model()(tokens, tokens[:, 1:])
-
-
-def test_state_holds_each_weight_once(make_model):
-    assert "lm_head.weight" not in make_model().state_dict()
-    assert "lm_head.weight" in make_model(tie_embeddings=False).state_dict()
-    assert not any("rotary" in name for name in make_model().state_dict())
 
 
 def test_a_model_trains_where_triton_is_not_installed():

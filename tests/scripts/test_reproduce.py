@@ -16,7 +16,7 @@ import torch
 from common.errors import Interrupted
 from scripts import reproduce
 from scripts.output import read_json
-from scripts.paper.experiments import COMMON, SCALES, duration_in_words, find, items, read_yaml
+from scripts.paper.experiments import COMMON, SCALES, find, items, read_yaml
 from tests.cli import ROOT, assert_takes
 from tests.processes import wait_until
 from trainer.checks import check
@@ -119,15 +119,6 @@ def test_bad_command_lines_are_refused_before_anything_runs(argv, message, capsy
     assert message in capsys.readouterr().err + str(stop.value)
 
 
-def test_list_shows_every_item_with_its_cost(capsys):
-    reproduce.main(["--list"])
-    shown = capsys.readouterr().out.splitlines()
-    for item in items().values():
-        line = next(line for line in shown if line.startswith(f"{item.name} "))
-        assert duration_in_words(item.cost("full")) in line
-    assert find("table2") is find("figure5") is find("layers")
-
-
 def test_the_committed_results_are_touched_on_request_alone(capsys):
     assert arguments("table1", "--runs-dir", "r").results == Path("r/results")
     assert arguments("table1", "--scale", "debug").results == Path("runs/reproduce/debug-results")
@@ -181,15 +172,6 @@ def only(monkeypatch, name, *variants):
         scale: tuple(r for r in own if r.name.split("/")[1] in variants) for scale, own in item.runs.items()
     }
     monkeypatch.setattr(reproduce, "find", {name: replace(item, runs=runs)}.__getitem__)
-
-
-def test_table1(here, tmp_path, monkeypatch):
-    small = " --tokens 40 --head-dim 16 --heads 2"
-    item = find("table1")
-    item = replace(item, commands={"scaled": tuple(text + small for text in item.commands["scaled"])})
-    monkeypatch.setattr(reproduce, "find", {"table1": item}.__getitem__)
-    reproduce.main(["table1", "--results", str(tmp_path)])
-    assert sorted(file.name for file in (tmp_path / "accuracy").iterdir()) == ["table1.json"]
 
 
 def test_a_training_item_resumes_and_refuses_other_settings(here, tmp_path, datasets, monkeypatch, capfd):

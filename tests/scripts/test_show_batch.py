@@ -34,7 +34,7 @@ def shown(row):
     return row.decode().strip("\n").replace("\x1b", r"\x1b")
 
 
-def test_it_prints_what_the_step_trained_on(trained, capsys):
+def test_it_prints_what_the_step_trained_on_or_why_not(trained, capsys):
     run, seen = trained
     for step, epoch in ((3, 0), (50, 1)):  # an epoch is some 40 steps
         show_batch.main([str(run), "--step", str(step)])
@@ -53,11 +53,11 @@ def test_it_prints_what_the_step_trained_on(trained, capsys):
     spikes = capsys.readouterr().out
     assert "step 3: loss 9 (typical 3), skipped" in spikes
     assert shown(seen[3][0]) in spikes
+    (run / "spikes.jsonl").unlink()
+    check_refusals(run)
 
 
-def test_what_it_cannot_show(trained, capsys):
-    run, _ = trained
-
+def check_refusals(run):
     def refused(*arguments, named):
         with pytest.raises(SystemExit, match=named):
             show_batch.main([*map(str, arguments)])

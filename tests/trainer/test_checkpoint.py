@@ -1,9 +1,7 @@
 import errno
 import logging
 import os
-import pickle
 import re
-import resource
 import shutil
 import threading
 from concurrent import futures
@@ -21,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from common.errors import TrainingError
 from tests import warm
 from tests.cli import flip
-from trainer.checkpoint import Checkpoints, load_weights
+from trainer.checkpoint import Checkpoints, _reason
 from trainer.distributed import Ranks
 from trainer.divergence import not_finite
 from trainer.run_directory import SEAL, checkpoints_in, read_seal
@@ -104,29 +102,6 @@ def test_restores_weights_moments_and_extras_exactly(tmp_path, has_gradients):
     assert_same(state_of(other, other_optimizer), expected)
 
 
-def test_weights_alone_of_any_step(tmp_path):
-    model, optimizer = make()
-    kept = {}
-    for step in (1, 2):
-        train_step(model, optimizer)
-        checkpoints(tmp_path).save(step, model, optimizer, {})
-        kept[step] = state_of(model, optimizer)[:3]  # embedding, norm's weight and bias
-    for step in (1, 2):
-        other = make(seed=1)[0]
-        load_weights(tmp_path, step, other)
-        assert other.head.weight is other.embedding.weight
-        assert_same([x.detach() for x in other.parameters()], kept[step])
-    with pytest.raises(ValueError, match=r"no checkpoint of step 3; there: 1, 2"):
-        load_weights(tmp_path, 3, other)
-    damage_flip(tmp_path / "step_00000001")
-    with pytest.raises(ValueError, match=r"step_00000001 is damaged .*use another step"):
-        load_weights(tmp_path, 1, other)
-
-
-def test_nothing_to_load(tmp_path):
-    assert checkpoints(tmp_path / "absent").load_newest(*make()) is None
-
-
 def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
     model, optimizer = make()
     train_step(model, optimizer)
@@ -138,25 +113,16 @@ def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
     assert [path.name for path in checkpoints_in(tmp_path)] == [f"step_{step:08d}" for step in (2, 3, 4)]
 
 
-def damage_truncate(folder):
-    file = next(folder.glob("*.distcp"))
-    os.truncate(file, file.stat().st_size // 2)
-
-
 def damage_flip(folder):
     file = next(folder.glob("*.distcp"))
     flip(file, file.stat().st_size // 2)
-
-
-def damage_delete(folder):
-    next(folder.glob("*.distcp")).unlink()
 
 
 def damage_seal(folder):
     (folder / "seal.json").write_text('{"step": 2, "fi')
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_delete, damage_seal])
+@pytest.mark.parametrize("damage", [damage_flip, damage_seal])
 def test_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
     model, optimizer = make()
     train_step(model, optimizer)
@@ -205,28 +171,9 @@ def test_the_seal_protects_itself(tmp_path):
         except ValueError:
             noticed += 1
     assert noticed > 0.8 * len(content)  # the others are spaces
-
-
-@pytest.mark.parametrize("content", ["", "null", '{"step": 1, "files": []}', "[" * 100_000])
-def test_a_seal_that_is_none_is_a_damaged_checkpoint(tmp_path, content):
-    checkpoints(tmp_path).save(1, *make(), {})
-    (tmp_path / "step_00000001" / SEAL).write_text(content)
+    file.write_bytes(content[:-1])
     with pytest.raises(TrainingError, match=r"every checkpoint in .* is damaged"):
         checkpoints(tmp_path).load_newest(*make())
-
-
-def test_a_checkpoint_that_is_refused_is_not_loaded(tmp_path):
-    checkpoints(tmp_path).save(1, *make(), {"settings": {"seed": 1}})
-    model, optimizer = make(seed=1)
-    before = state_of(model, optimizer)
-
-    def refuse(path, sealed):
-        assert (path, sealed["settings"]) == (tmp_path / "step_00000001", {"seed": 1})
-        raise TrainingError("of another run")
-
-    with pytest.raises(TrainingError, match="of another run"):
-        checkpoints(tmp_path).load_newest(model, optimizer, refuse)
-    assert_same(state_of(model, optimizer), before)
 
 
 def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
@@ -240,57 +187,12 @@ def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
     assert not run.exists()
 
 
-@pytest.mark.parametrize("room", [0, 598])
-def test_a_file_that_the_disk_refuses_the_rest_of_is_told_as_a_full_disk(tmp_path, monkeypatch, room):
-    """torch says of some "unexpected pos 704 vs 598", as another rank does, which sends the text alone."""
-    save = torch.save
-
-    class Refusing:
-        def __init__(self, file):
-            self.file, self.left = file, room
-
-        def write(self, content):
-            """Refuses once: what is written after that fits into a buffer."""
-            before, self.left = self.left, self.left - len(content)
-            if self.left < 0 <= before:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return self.file.write(content)
-
-        def flush(self):
-            pass
-
-    def save_tensors_on_a_full_disk(value, file):
-        save(value, Refusing(file) if isinstance(value, torch.Tensor) else file)
-
-    monkeypatch.setattr(torch, "save", save_tensors_on_a_full_disk)
-    net, optimizer = make()
-    train_step(net, optimizer)
-    with pytest.raises(TrainingError, match=r"the disk is full\. Make room") as caught:
-        checkpoints(tmp_path).save(1, net, optimizer, {})
-    (original,) = caught.value.__cause__.failures.values()
-    found = pickle.loads(pickle.dumps(dcp.CheckpointException("", {1: original})))
-
-    def fail(*_, **__):
-        raise found
-
-    monkeypatch.setattr(dcp, "save", fail)
-    with pytest.raises(TrainingError, match="the disk is full"):
-        checkpoints(tmp_path).save(1, net, optimizer, {})
-
-
-def test_file_that_cannot_grow_leaves_the_previous_checkpoint(tmp_path):
-    """The operating system itself refuses to write, as a full disk or a quota does."""
-    model, optimizer = make()
-    checkpoints(tmp_path).save(1, model, optimizer, {})
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        with pytest.raises(TrainingError, match="could not write the checkpoint of step 2"):
-            checkpoints(tmp_path).save(2, model, optimizer, {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
-    assert checkpoints(tmp_path).load_newest(*make())["step"] == 1
+@pytest.mark.parametrize("cause", [OSError(errno.ENOSPC, "No space left on device"), None])
+def test_what_torch_says_of_a_full_disk_is_told_as_that(cause):
+    """The operating system's word is in its context, which another rank does not send with the text."""
+    error = RuntimeError("unexpected pos 704 vs 598")
+    error.__context__ = cause
+    assert _reason(dcp.CheckpointException("", {1: (error, None)})).startswith("the disk is full")
 
 
 # in the background

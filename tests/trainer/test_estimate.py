@@ -148,17 +148,13 @@ def test_what_fits_is_not_refused(compose_settings, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H200", 989),
-        ("NVIDIA H200 NVL", 835),
         ("NVIDIA H100 80GB HBM3", 989),
         ("NVIDIA H100 NVL", 835),
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA A100-PCIE-40GB", 312),
         ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 5090", 209.5),
         ("NVIDIA L40", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("Tesla T4", None),
     ],
 )
@@ -234,13 +230,6 @@ def test_a_plan_for_a_gpu_that_is_not_here(compose_settings, tmp_path, gpu, gib,
         hardware = replace(settings.hardware, micro_batch=factor * micro_batch)
         assert estimate.memory(replace(settings, hardware=hardware), 1).is_tight is not fits
     assert f"TFLOP/s of {gpu}" in table
-
-
-def test_a_model_for_which_no_micro_batch_fits_is_told_what_helps(compose_settings, tmp_path):
-    settings = compose_settings("gpu=RTX 3090", "model=llama_1b", "plan=true", f"data.root={tmp_path}")
-    assert re.search(
-        r"that fits +hardware.recompute=blocks hardware.micro_batch=\d+: |none; use ", describe(settings, 1)
-    )
 
 
 @pytest.mark.parametrize(

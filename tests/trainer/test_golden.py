@@ -35,16 +35,12 @@ def text(tmp_path_factory):
     return path
 
 
-def curve(train_here, text, run_dir, attention):
-    """The loss of each step, and the validation loss at the end."""
-    data = ("data=text", f"data.path={text}", "data.tokenizer=bytes")
-    train_here(run_dir, *data, f"attention={attention}", "steps=16", "eval_every=16", "sample_tokens=0")
-    return [*losses(run_dir), metrics(run_dir)[-1]["val_loss"]]
-
-
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
 def test_losses_are_those_that_are_stored(train_here, text, tmp_path, attention):
-    found = curve(train_here, text, tmp_path / "run", attention)
+    """Those of each step, and the validation loss at the end."""
+    data = ("data=text", f"data.path={text}", "data.tokenizer=bytes")
+    train_here(tmp_path, *data, f"attention={attention}", "steps=16", "eval_every=16", "sample_tokens=0")
+    found = [*losses(tmp_path), metrics(tmp_path)[-1]["val_loss"]]
     stored = json.loads(GOLDEN.read_text())
     if os.environ.get("RENEW_GOLDEN"):
         stored |= {"torch": torch.__version__, attention: [round(loss, 6) for loss in found]}

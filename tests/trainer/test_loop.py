@@ -49,14 +49,6 @@ def no_gpu(path):
     raise RuntimeError("no CUDA GPUs are available")
 
 
-def test_a_full_disk_is_told_without_a_traceback(compose_settings):
-    with (
-        pytest.raises(TrainingError, match=r"the disk is full: metrics\.jsonl.*same command"),
-        with_user_facing_errors(compose_settings(), ALONE),
-    ):
-        raise OSError(28, "No space left on device", "metrics.jsonl")
-
-
 def test_deterministic_reaches_pytorch_cublas_and_the_compiler(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     make_deterministic(False)
@@ -158,21 +150,6 @@ def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_p
     assert not (tmp_path / "DONE").exists()
 
 
-def test_a_finished_run_whose_text_moved_is_compared_with_it(train_here, tmp_path):
-    book = tmp_path / "book.txt"
-    book.write_text("It was a dark and stormy night.\n" * 200)
-    own = (*SHORT, "data=text", "data.tokenizer=bytes", f"data.root={tmp_path / 'data'}")
-    train_here(tmp_path / "run", *own, f"data.path={book}")
-    moved = tmp_path / "elsewhere" / "book.txt"
-    moved.parent.mkdir()
-    book.rename(moved)
-    trained = train_here(tmp_path / "run", *own, f"data.path={moved}")
-    assert trained.directory.is_finished_with(trained.settings)
-    moved.write_text("The rain fell in torrents.\n" * 200)
-    with pytest.raises(TrainingError, match="was trained on other text"):
-        train_here(tmp_path / "run", *own, f"data.path={moved}")
-
-
 WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -197,26 +174,6 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
     assert waits.pop("validation_loss") == 1
     assert waits.pop("names_not_finite") == 3  # whether a checkpoint is finite; copying it waits anyway
     assert not waits
-
-
-def test_a_checkpoint_is_not_ahead_of_the_metrics_on_the_disk(train_here, tmp_path, monkeypatch):
-    synced, named = {}, {}
-    fsync, rename = os.fsync, os.rename
-
-    def note_sync(handle):
-        fsync(handle)
-        path = Path(os.readlink(f"/proc/self/fd/{handle if isinstance(handle, int) else handle.fileno()}"))
-        synced[path.name] = path.read_text() if path.suffix == ".jsonl" else None
-
-    def note_rename(old, new):
-        named[Path(new).name] = synced.get("metrics.jsonl", "")
-        rename(old, new)
-
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(os, "rename", note_rename)
-    train_here(tmp_path / "run", "steps=6", "checkpoint_every=2", "eval_every=3")
-    steps = {name: [json.loads(line)["step"] for line in text.splitlines()] for name, text in named.items()}
-    assert all(max(steps[f"step_{step:08d}"]) >= step for step in (2, 4, 6))
 
 
 def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):

@@ -60,25 +60,6 @@ def test_recomputation_changes_no_bit_and_repeats_all_but_attention(compose_sett
     assert products_again > products
 
 
-def test_with_cuda_graphs_gradients_stay_where_they_are(compose_settings):
-    """A graph writes to its own memory again, which a gradient must therefore not be."""
-    hardware = compose_settings("experiment=debug").hardware
-    _, wanted, *_ = step(hardware)
-    hardware.cuda_graphs = True
-    torch.manual_seed(0)
-    llama = Llama(SMALL, F.scaled_dot_product_attention)
-    parallel.expect_gradients(llama, hardware)
-    gradients = [p.grad for p in llama.parameters()]
-    for times in (1, 2):
-        parallel.expect_gradients(llama, hardware)
-        for _ in range(times):
-            llama(*tokens()).backward()
-        for parameter, gradient, expected in zip(llama.parameters(), gradients, wanted, strict=True):
-            assert parameter.grad is gradient
-            torch.testing.assert_close(gradient, times * expected)
-        parallel.forget_gradients(torch.optim.SGD(llama.parameters()), hardware)
-
-
 def test_clipping_returns_the_norm_before():
     model = torch.nn.Linear(3, 2)
     model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 1.0)

@@ -17,7 +17,7 @@ from sagebwd.reference import exact_attention
 from tests.cli import losses, metrics
 from tests.inputs import draw, largest_logit
 from trainer import probe
-from trainer.probe import Captured, Probe, capture, errors, exact_layer, measure_layer
+from trainer.probe import Captured, Probe, capture, errors, exact_layer
 
 SHAPE = LlamaConfig(
     vocab_size=64, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=48, max_context=64,
@@ -25,10 +25,6 @@ SHAPE = LlamaConfig(
 )  # fmt: skip
 
 FULL = torch.nn.functional.scaled_dot_product_attention
-
-
-def in_bfloat16(q, k, v, **settings):
-    return FULL(q.bfloat16(), k.bfloat16(), v.bfloat16(), **settings).float()
 
 
 @pytest.mark.parametrize("elements_at_once", [1, 2 * 4 * 37 * 5, 2**22])  # 1, 5 and all queries at a time
@@ -44,29 +40,6 @@ def test_exact_layer_is_float64_attention(monkeypatch, elements_at_once, heads, 
     for name, matrix in (("p_rms", wanted.p), ("dp_rms", wanted.dp), ("ds_rms", wanted.ds)):
         assert statistics[name] == pytest.approx(matrix.square().mean().sqrt().item(), rel=1e-5)
     assert statistics["largest_logit"] == pytest.approx(largest_logit(q, k), rel=1e-5)
-
-
-@pytest.mark.parametrize("length", [1, 37, 130])
-def test_errors_are_those_against_float64(length):
-    inputs = q, k, v, grad_out = draw(length=length, sigma=3.0)
-    config = SageConfig.paper()
-    values = measure_layer(
-        Captured(q, k, v, q, {}, grad_out),
-        partial(sagebwd.sage_attention, config=config),
-        in_bfloat16,
-    )
-    sage = sagebwd.reference.attention(*inputs, is_causal=True, enable_gqa=True, config=config)
-    exact = exact_attention(*inputs, is_causal=True)
-    for name, field in (("o", "out"), ("dq", "dq"), ("dk", "dk"), ("dv", "dv")):
-        found, expected = getattr(sage, field), getattr(exact, field)
-        error = ((found.double() - expected).norm() / expected.norm()).item()
-        if expected.norm() > 1e-9:  # a single token attends to itself, whatever q and k are
-            assert values[f"{name}_l2"] == pytest.approx(error, rel=1e-3), name
-            cosine = torch.cosine_similarity(found.double().flatten(), expected.flatten(), dim=0).item()
-            assert values[f"{name}_cos"] == pytest.approx(cosine, abs=1e-6), name
-    assert not any("gain" in name for name in values)
-    assert 1e-3 < values["fpa_dv_l2"] < 1e-2  # bfloat16 has 8 bits
-    assert 1e-3 < values["fpa_o_l2"] < 1e-2
 
 
 def test_small_rows_shrink_under_one_scale_per_tile():
@@ -272,6 +245,7 @@ def test_training_with_the_probe_is_training_without_it_bit_for_bit(train_here, 
     records = [record for record in metrics(tmp_path / "with") if "probe/layer_1/dq_l2" in record]
     assert [(record["step"], record["tokens"]) for record in records] == [(2, 512), (4, 1024), (6, 1536)]
     assert 1e-4 < records[0]["probe/layer_1/dq_l2"] < 0.2
+    assert 1e-3 < records[0]["probe/layer_1/fpa_dv_l2"] < 1e-2  # bfloat16 has 8 bits
     assert "step 2, layer 1" in caplog.text
     assert (tmp_path / "with" / "probe.png").exists()
     assert not (tmp_path / "without" / "probe.png").exists()

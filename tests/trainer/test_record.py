@@ -1,4 +1,4 @@
-"""What a run writes while it trains; TensorBoard with a stand-in for its writer: the package is optional."""
+"""What a run writes while it trains; TensorBoard with a stand-in for its writer."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.errors import TrainingError
-from trainer.record import Record, Stopwatch, TensorBoard, logged_steps, warn_of_holes
+from trainer.record import Record, Stopwatch, TensorBoard, logged_steps
 
 
 def make_record(folder, wandb_run, tensorboard=None):
@@ -37,24 +37,6 @@ def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
     assert "loss=2.500, tok/s=1,234, MFU=25.0%" in shown
 
 
-@pytest.mark.parametrize(
-    ("steps", "told"),
-    [
-        ([1, 5, 10], None),
-        ([1, 5, 10, 10, 11], None),
-        ([1, 5], "1 of 3 records are missing"),
-        ([], "3 of 3 records are missing"),
-    ],
-)
-def test_holes_before_a_checkpoint_are_told(steps, told, tmp_path, caplog):
-    metrics = tmp_path / "metrics.jsonl"
-    if steps:
-        metrics.write_text("".join(f'{{"step": {step}, "loss": 5.0}}\n' for step in steps))
-    warn_of_holes(metrics, logged=3)
-    assert len(caplog.messages) == bool(told)
-    assert all(f"{metrics}: {told}" in message for message in caplog.messages)
-
-
 def test_a_record_counts_the_steps_with_a_loss_and_those_of_before(tmp_path):
     for step in (3, 4):
         record = make_record(tmp_path, None)
@@ -65,48 +47,21 @@ def test_a_record_counts_the_steps_with_a_loss_and_those_of_before(tmp_path):
     assert logged_steps(tmp_path / "metrics.jsonl") == [3, 4]
 
 
-class SummaryWriter:
-    """The part of torch.utils.tensorboard.SummaryWriter that is used."""
-
-    def __init__(self, log_dir=None, comment="", purge_step=None):
-        self.log_dir, self.purge_step, self.written = log_dir, purge_step, []
-
-    def add_scalar(self, tag, scalar_value, global_step=None):
-        self.written.append((tag, scalar_value, global_step))
-
-    def add_text(self, tag, text_string, global_step=None):
-        self.written.append((tag, text_string, global_step))
-
-    def close(self):
-        self.written.append("closed")
-
-
-@pytest.fixture
-def _installed(monkeypatch):
-    stand_in = SimpleNamespace(SummaryWriter=SummaryWriter)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
-
-
-def start(tmp_path, first_step=0):
-    return TensorBoard(tmp_path / "tensorboard", first_step)
-
-
-@pytest.mark.usefixtures("_installed")
-def test_records_reach_tensorboard_without_what_is_not_a_number(tmp_path):
-    logger = start(tmp_path)
-    record = make_record(tmp_path, None, logger)
-    record.write({"step": 2, "tokens": 20, "loss": 2.5, "mfu": None, "grad_norm": float("nan")})
-    record.write({"step": 3, "sample": "text"})
+def test_records_reach_tensorboard_without_what_is_not_a_number(tmp_path, monkeypatch):
+    """And hide the steps that run again."""
+    writer = Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
+    record = make_record(tmp_path, None, TensorBoard(tmp_path / "tensorboard", 4))
+    record.write({"step": 5, "tokens": 20, "loss": 2.5, "mfu": None, "grad_norm": float("nan")})
+    record.write({"step": 6, "sample": "text"})
     record.close()
-    writer = logger._writer
-    assert writer.log_dir == str(tmp_path / "tensorboard")
-    assert writer.written == [("tokens", 20, 2), ("loss", 2.5, 2), ("sample", "text", 3), "closed"]
-
-
-@pytest.mark.usefixtures("_installed")
-def test_steps_that_run_again_are_hidden(tmp_path):
-    assert start(tmp_path)._writer.purge_step == 1
-    assert start(tmp_path, first_step=4)._writer.purge_step == 5
+    assert writer.mock_calls == [
+        call(str(tmp_path / "tensorboard"), purge_step=5),
+        call().add_scalar("tokens", 20, 5),
+        call().add_scalar("loss", 2.5, 5),
+        call().add_text("sample", "text", 6),
+        call().close(),
+    ]
 
 
 def test_one_logger_that_fails_does_not_stop_the_other(tmp_path, caplog):
@@ -123,7 +78,7 @@ def test_one_logger_that_fails_does_not_stop_the_other(tmp_path, caplog):
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(TrainingError, match="pip install"):
-        start(tmp_path)
+        TensorBoard(tmp_path, 0)
 
 
 def test_stopwatch_leaves_pauses_out():

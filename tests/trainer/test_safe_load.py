@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from common.errors import TrainingError
 from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
-from trainer.checkpoint import load_alone, load_weights, read_metadata
+from trainer.checkpoint import load_alone, read_metadata
 from trainer.run_directory import CHECKSUM, SEAL, _checksum, read_seal, verify_seal, write_seal
 
 
@@ -46,16 +46,12 @@ def load_to_train(folder):
     checkpoints(folder.parent).load_newest(*make())
 
 
-def load_to_measure(folder):
-    load_weights(folder.parent, 1, make()[0])
-
-
 def load_moments(folder):
     model, optimizer = make()
     load_alone({"optimizer": dcp.state_dict.get_state_dict(model, optimizer)[1]}, folder)
 
 
-WAYS = [load_to_train, load_to_measure, load_moments]
+WAYS = [load_to_train, load_moments]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from common.errors import TrainingError
 from model.llama import Llama
+from tests.cli import metrics
 from trainer import loop, parallel
 
 RUN = ("steps=6", "checkpoint_every=3", "eval_every=6", "sample_tokens=0", "probe.every=0")
@@ -51,7 +53,14 @@ def changed(states):
     return [not torch.equal(x, y) for x, y in itertools.pairwise(states)]
 
 
-def test_a_step_that_is_not_finite_moves_nothing(train_here, tmp_path, states, spoil):
+def test_a_step_that_is_not_finite_ends_the_run(train_here, tmp_path, spoil):
+    spoil(4, float("inf"))
+    with pytest.raises(TrainingError, match=r"(?s)step 4 is not finite.*skip_nonfinite=true skips such"):
+        train_here(tmp_path, *RUN)
+    assert (tmp_path / "DIVERGED").read_text() == "4\n"
+
+
+def test_a_step_that_is_not_finite_moves_nothing_if_it_is_skipped(train_here, tmp_path, states, spoil):
     spoil(4, float("inf"))
     train_here(tmp_path, *RUN, "skip_nonfinite=true")
     assert changed(states) == [True, True, False, True, True]
@@ -60,11 +69,17 @@ def test_a_step_that_is_not_finite_moves_nothing(train_here, tmp_path, states, s
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_a_spike_moves_nothing_if_it_is_skipped(train_here, tmp_path, states, spoil, skip):
+def test_a_spike_is_listed_and_moves_nothing_if_it_is_skipped(
+    train_here, tmp_path, states, spoil, caplog, skip
+):
     spoil(5, 50.0)
-    train_here(tmp_path, *RUN, "spike.window=8", "spike.threshold=20", f"spike.skip={skip}")
-    lines = (tmp_path / "spikes.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [5]
+    run = train_here(tmp_path, *RUN, "spike.window=8", "spike.threshold=20", f"spike.skip={skip}")
+    (spike,) = map(json.loads, (tmp_path / "spikes.jsonl").read_text().splitlines())
+    assert (spike["step"], spike["skipped"]) == (5, skip)
+    assert spike["sequences"] == run.loader.sequence_indices(4).tolist()
+    logged = next(record for record in metrics(tmp_path) if record["step"] == 5)
+    assert all(spike[key] == logged[key] for key in ("loss", "grad_norm", "tokens"))
+    assert "step 5 is a spike" in caplog.text
     assert changed(states) == [True, True, True, not skip, True]
 
 

@@ -3,7 +3,6 @@
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -15,6 +14,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from common import terminal
+from tests import cli
 from tests.cli import ROOT
 from trainer import settings, sweep
 from trainer.sweep import SweepSummary, refuse_what_cannot_be_trained
@@ -108,18 +108,6 @@ def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
     assert [one.value() for one in PARSER.parse_overrides(words)] == ["a, b=$HOME/*.txt", 1e-3, "It's"]
 
 
-def test_a_run_that_did_not_end_was_interrupted_and_the_others_did_not_start(begin, capsys):
-    summary = begin("seed=1,2,3,4,5")
-    for seed in (1, 2):
-        summary.on_job_start(hydra([f"seed={seed}"]), task_function=None)
-        if seed == 1:
-            end(summary, ["seed=1"])
-    summary._report()
-    assert capsys.readouterr().err == (
-        "\n1 of 5 runs finished, 1 interrupted, 3 not started; the same command continues\n"
-    )
-
-
 class Unread:
     """What a closed pipe is to a writer."""
 
@@ -128,6 +116,7 @@ class Unread:
 
 
 def test_the_summary_may_have_no_reader(begin, monkeypatch):
+    """As after Ctrl-C with `2>&1 | tee log`, which ends tee, too."""
     summary, discarded = begin("seed=1,2"), []
     summary.on_job_start(hydra(["seed=1"]), task_function=None)
     monkeypatch.setattr(terminal, "discard", discarded.append)
@@ -156,12 +145,10 @@ os.kill(os.getpid(), signal.{name})
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_between_runs_leaves_time_for_the_summary(name):
-    done = subprocess.run(
-        [sys.executable, "-c", SWEEP.format(name=name)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 128 + getattr(signal, name)
-    assert (done.stdout, done.stderr) == ("went on\nsummary\n", "")
+def test_a_signal_between_runs_leaves_time_for_the_summary(tmp_path, name):
+    (tmp_path / "sweep.py").write_text(SWEEP.format(name=name))
+    printed = cli.run([sys.executable, str(tmp_path / "sweep.py")], code=128 + getattr(signal, name))
+    assert printed == "went on\nsummary\n"
 
 
 def refuse(*runs, launcher="basic", hydra=()):

@@ -19,27 +19,20 @@ SMALL = ["--device", "cpu", "--lengths", "40", "24", "--tokens", "80", "--width"
 SMALL += ["--repetitions", "1", "--warm-up", "1"]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of the whole command."""
-    folder = tmp_path_factory.mktemp("share")
-    share.main([*SMALL, "--masks", "causal", "--out", str(folder / "mine")])
-    return folder
-
-
-def test_one_json_a_table_and_a_picture(run):
-    assert sorted(file.name for file in run.iterdir()) == ["mine.json", "mine.md", "mine.png"]
-    assert (run / "mine.png").read_bytes().startswith(b"\x89PNG")
-    result = json.loads((run / "mine.json").read_text(), parse_constant=pytest.fail)
+def test_one_json_a_table_and_a_picture(tmp_path):
+    share.main([*SMALL, "--masks", "causal", "--out", str(tmp_path / "mine")])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mine.json", "mine.md", "mine.png"]
+    assert (tmp_path / "mine.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "mine.json").read_text(), parse_constant=pytest.fail)
     assert result["shapes"] == "2 of 2"
     assert {row["implementation"] for row in result["rows"]} == {"sagebwd", "sagebwd paper", "SDPA math"}
     assert {row["status"] for row in result["rows"]} == {"passed"}
     assert {row["kernels"] for row in result["rows"]} == {"reference", None}
-    assert str(run) not in json.dumps(result)  # no path of the user
+    assert str(tmp_path) not in json.dumps(result)  # no path of the user
     assert "compute_capability" in submissions.fault_of(result)
     result["hardware"]["compute_capability"] = "8.9"
     assert submissions.fault_of(result) is None  # so a GPU's file lacks nothing
-    text = (run / "mine.md").read_text()
+    text = (tmp_path / "mine.md").read_text()
     assert "| Forward + backward, causal, D 32 |" in text
     assert "- FlashAttention-2: measured with --device cuda only" in text
 

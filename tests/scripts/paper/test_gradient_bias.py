@@ -28,52 +28,6 @@ from scripts.paper.gradient_bias_gradients import draw_batches, gram
 from scripts.paper.gradient_bias_tables import CONTROL, GROUP_TITLES, Row, share
 from scripts.paper.trained_runs import measure_all
 
-WEIGHTS, BATCHES, REPEATS = 300, 8, 400
-GRADIENT, BIAS = 0.5, 0.1  # every element of G and of b
-MINIBATCH, QUANTIZATION = 1.0, 0.4  # standard deviations of every element
-
-
-def drawn_grams(generator, bias=BIAS):
-    """Of batches with d_i = b + noise and g_i = G + noise, b along G in half of the elements."""
-    towards = np.where(np.arange(WEIGHTS) % 4 == 0, -1, 1)  # ⟨b, G⟩ is half of |b| |G|
-    g = GRADIENT + MINIBATCH * generator.standard_normal((BATCHES, WEIGHTS))
-    d = bias * towards + QUANTIZATION * generator.standard_normal((BATCHES, WEIGHTS))
-    return Grams(d @ d.T, d @ g.T, g @ g.T)
-
-
-@pytest.fixture(scope="module")
-def repeated():
-    generator = np.random.default_rng(0)
-    return [moments(drawn_grams(generator)) for _ in range(REPEATS)]
-
-
-def test_intervals_hold_the_truth_as_often_as_they_say(repeated):
-    """95% of 400: 380, give or take 4.4; eight batches make an interval of a ratio somewhat rough."""
-    true = {
-        "bias": BIAS / GRADIENT,
-        "along": BIAS / GRADIENT / 2,
-        "noise": (QUANTIZATION / MINIBATCH) ** 2,
-        "critical_tokens": 1000 * (MINIBATCH / BIAS) ** 2,
-    }
-    held = dict.fromkeys(true, 0)
-    for found in repeated:
-        for name, (_, low, high) in estimate_setting(found, 1000).items():
-            held[name] += low <= true[name] <= high
-    assert all(count > 0.9 * REPEATS for count in held.values()), held
-    assert all(count < REPEATS for count in held.values()), held
-
-
-def test_without_bias_intervals_cover_zero_and_critical_tokens_have_no_end():
-    generator = np.random.default_rng(1)
-    covered, unbounded = 0, 0
-    for _ in range(REPEATS):
-        estimates = estimate_setting(moments(drawn_grams(generator, bias=0.0)), 1000)
-        _, low, high = estimates["bias"]
-        covered += low <= 0 <= high
-        unbounded += estimates["critical_tokens"][2] == math.inf
-    assert covered > 0.93 * REPEATS
-    assert unbounded > 0.93 * REPEATS
-
 
 def test_the_interval_of_a_mean_is_students():
     """Of 1, 2, 6: mean 3, standard deviation √7, and t = 4.303 with two degrees of freedom."""

@@ -13,7 +13,7 @@ from sagebwd.config import MATMULS
 from scripts.output import read_json
 from scripts.paper import curves, losses
 from scripts.paper.curves import divergence, read_run, without_places
-from scripts.paper.losses import compare, read_rows
+from scripts.paper.losses import compare
 from scripts.paper.variants import base_of, is_null, variant_of
 from tests.cli import ROOT
 from trainer.run_directory import RunDirectory
@@ -227,15 +227,6 @@ def test_a_diverged_seed_takes_its_variant_out(make_run):
     assert compare([read_run(path) for path in paths]) == []
 
 
-def test_more_tokens_per_step_are_compared_with_fewer():
-    rows = {(row.setup, row.variant): row for row in stored_rows()}
-    large, small = (rows[setup, "SageBwd"].losses["training"] for setup in ("35m-131k", "35m-16k"))
-    both = rows["35m-131k − 35m-16k", "SageBwd"]
-    assert both.kind == "interaction"
-    assert both.losses["training"].mean == pytest.approx(large.mean - small.mean, abs=1e-6)
-    assert both.losses["training"].half_width > max(large.half_width, small.half_width)
-
-
 def test_only_runs_on_one_text_at_one_schedule_are_compared(make_run):
     """Setups that differ in the text alone have names of their own."""
     values = np.linspace(5, 3, 40)
@@ -276,10 +267,6 @@ def test_what_is_no_run_is_named(tmp_path, make_run):
 
 
 RESULTS = ROOT / "results/losses"
-
-
-def stored_rows():
-    return read_rows(read_json(RESULTS / "losses.json"))
 
 
 def test_the_committed_table_is_that_of_the_committed_runs(tmp_path):
