@@ -383,8 +383,9 @@ def table() -> list[Row]:
     rows = []
     for preset, config in PRESETS.items():
         sizes = range(8, LARGEST_HEAD_DIM + 1, 8)
-        for kernels, group in groupby(sizes, lambda size, config=config: _kernels_by_device(config, size)):
-            head_dims = [*group]
+        found = [{name: x.kernels for name, x in architectures(config, size).items()} for size in sizes]
+        for kernels, group in groupby(zip(found, sizes, strict=True), lambda item: item[0]):
+            head_dims = [size for _, size in group]
             rows.append(Row(preset, (head_dims[0], head_dims[-1]), kernels))
     return rows
 
@@ -394,7 +395,3 @@ def architectures(config: SageConfig = DEFAULT_CONFIG, head_dim: int = 64) -> di
     calls = {name: Call("cuda", gpu, torch.bfloat16, head_dim, config) for name, gpu in ARCHITECTURES.items()}
     calls["CPU"] = Call("cpu", None, torch.bfloat16, head_dim, config)
     return {name: explain_call(call) for name, call in calls.items()}
-
-
-def _kernels_by_device(config: SageConfig, head_dim: int) -> dict[str, str]:
-    return {name: found.kernels for name, found in architectures(config, head_dim).items()}

@@ -52,7 +52,7 @@ def test_unknown_backend_is_refused_with_a_list(name):
     [
         ({"backend": "sagebwd", "smooth_k": "maybe"}, "smooth_k is 'maybe'"),
         ({"backend": "sagebwd", "block_q": "wide"}, "block_q is 'wide'"),
-        ({"backend": "sagebwd", "int8_matmuls": "o"}, "int8_matmuls is the string 'o'"),
+        ({"backend": "sagebwd", "int8_matmuls": "o"}, "int8_matmuls is 'o'; give a list"),
         ({"backend": "sagebwd", "int8_matmuls": 3}, "attention=sagebwd"),
         ({"backend": "sagebwd", "int8_matmuls": ["qk"]}, "qk"),
         ({"backend": "sagebwd", "preset": "papers"}, "preset=papers is unknown; choose one of default"),

@@ -21,7 +21,7 @@ TENSORS = [
     ((X, X.double(), X), "k is float64; cast it to float16, bfloat16 or float32"),
     ((X.int(), X, X), "q is int32; cast it"),
     ((X, X, X.half()), "q, k, v are float32, float32, float16; cast them to one dtype"),
-    ((X, X.to("meta"), X), "q, k, v are on cpu, meta, cpu; move them to one device"),
+    ((X, X.to("meta"), X), "k is on meta and q on cpu; move it there"),
     ((X, None, X), "k is a NoneType; pass a torch.Tensor"),
     ((X, X[0], X[0]), r"must be \(batch, heads, tokens, head size\)"),
     ((X[0, 0, 0],) * 3, r"must be \(batch, heads, tokens, head size\)"),
