@@ -353,7 +353,9 @@ def _full_precision(
     if bias is not None:
         arguments["position_bias"] = bias[..., : key.shape[2]]
     asked = set(_asked_for(module, arguments))
-    if asked <= {"position_bias"} and not _needs_eager(module, arguments):
+    # What "sdpa" would ignore, because no argument asks for it.
+    needs_eager = bool(arguments.get("output_attentions")) or getattr(module, "sinks", None) is not None
+    if asked <= {"position_bias"} and not needs_eager:
         sdpa = _own(type(module), "ALL_ATTENTION_FUNCTIONS", AttentionInterface())["sdpa"]
         return sdpa(module, query, key, value, mask, **arguments)
     eager = _own(type(module), "eager_attention_forward", None)
@@ -371,11 +373,6 @@ def _full_precision(
     if isinstance(mask, Tensor):
         mask = additive(mask, query.dtype)
     return eager(module, query, key, value, mask, **arguments)
-
-
-def _needs_eager(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether "sdpa" would ignore something that the layer asks for by other ways than an argument."""
-    return bool(arguments.get("output_attentions")) or getattr(module, "sinks", None) is not None
 
 
 def _is_own(module: nn.Module, value: Any) -> bool:
