@@ -305,9 +305,10 @@ def gpu_of(index: int) -> GPU:
     is_amd = torch.version.hip is not None
     reason = None
     if capability >= AMPERE and not is_amd:
-        from sagebwd.kernels.cuda import runtime
+        from sagebwd.kernels.cuda.compile import why_no_compiler
+        from sagebwd.kernels.cuda.launch import why_no_driver
 
-        reason = runtime.why_unavailable(index)
+        reason = why_no_compiler() or why_no_driver()
     return GPU(torch.cuda.get_device_name(index), capability, is_amd, reason)
 
 

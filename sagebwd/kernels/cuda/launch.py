@@ -18,6 +18,23 @@ from sagebwd.kernels.cuda.compile import Defines, Sources, checked, finish_compi
 from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.window import CAUSAL
 
+#: The CUDA version of the oldest driver with cuFuncLoad and cuKernelGetParamInfo.
+OLDEST_DRIVER = (12, 4)
+
+
+def why_no_driver() -> str | None:
+    """Why the driver cannot load or launch kernels; None if it can."""
+    from cuda.bindings import driver
+
+    error, version = driver.cuDriverGetVersion()
+    if error:
+        return f"the driver does not answer ({error.name})"
+    have = (version // 1000, version % 1000 // 10)
+    if have < OLDEST_DRIVER:
+        versions = "the driver is for CUDA {}.{}, older than {}.{}".format(*have, *OLDEST_DRIVER)
+        return f"{versions}; update the NVIDIA driver"
+    return None
+
 
 class Driver(NamedTuple):
     """The driver calls of a launch.
