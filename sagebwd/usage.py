@@ -23,10 +23,6 @@ from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig, encode
 from sagebwd.validation import DTYPES, autocast_dtype
 
-#: What an integration may do with a call that SageBwd does not compute.
-FALLBACKS = ("error", "sdpa")
-
-
 #: With S in INT8, errors of dQ and dK reach 10% where the largest logit is about this (results/log.md).
 LARGEST_LOGIT = 64.0
 #: So many calls of each layer class have their logits looked at: two steps of most models.
@@ -261,9 +257,8 @@ def refusal(name: str, reason: str, fix: str = "") -> NotImplementedError:
 
 def check_fallback(fallback: str) -> None:
     """Raise ValueError for an unknown ``fallback``."""
-    if fallback not in FALLBACKS:
-        names = " or ".join(map(repr, FALLBACKS))
-        raise ValueError(f"fallback is {fallback!r}; use {names}")
+    if fallback not in ("error", "sdpa"):
+        raise ValueError(f"fallback is {fallback!r}; use 'error' or 'sdpa'")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -190,10 +190,9 @@ def _check_scale(scale: Any) -> None:
                 "scale is a tensor that wants a gradient, and would get none; multiply q by it and pass "
                 "scale=1.0, or pass scale.detach()"
             )
-    if isinstance(scale, str):
-        raise ValueError(f"scale is the string {scale!r}; pass a number, or None for 1/√(head size)")
-    if scale is not None and not -math.inf < scale < math.inf:  # isfinite takes no symbol of a tracer
-        raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
+    # isfinite takes no symbol of a tracer.
+    if isinstance(scale, str) or (scale is not None and not -math.inf < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; pass a finite number, or None for 1/√(head size)")
 
 
 def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:

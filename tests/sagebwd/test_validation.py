@@ -38,8 +38,8 @@ TENSORS = [
 SETTINGS = [
     ({"scale": float("nan")}, "scale is nan; pass a finite number"),
     ({"scale": torch.ones(4)}, r"scale has shape \(4,\); pass one number for all logits"),
-    ({"scale": torch.tensor(torch.inf)}, "scale is inf; pass a finite number"),
-    ({"scale": "0.1"}, "scale is the string '0.1'; pass a number"),
+    ({"scale": torch.tensor(torch.inf)}, r"scale is tensor\(inf\); pass a finite number"),
+    ({"scale": "0.1"}, "scale is '0.1'; pass a finite number"),
     ({"is_causal": "no"}, "is_causal is 'no'; pass True or False"),
     ({"config": {"smooth_k": True}}, "config is a dict; pass a sagebwd.SageConfig"),
     ({"config": "paper"}, r"config is a str; pass SageConfig\.paper\(\)"),
