@@ -21,7 +21,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig, encode
-from sagebwd.validation import DTYPES, autocast_dtype
+from sagebwd.validation import DTYPES, autocast_dtype, show
 
 #: With S in INT8, errors of dQ and dK reach 10% where the largest logit is about this (results/log.md).
 LARGEST_LOGIT = 64.0
@@ -215,8 +215,7 @@ def find_obstacle(
     The reason does not offer ``kernels="reference"``: other libraries have no such argument.
     """
     if q.dtype not in DTYPES:
-        kind = str(q.dtype).removeprefix("torch.")
-        return Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
+        return Obstacle(f"this input: q is {show(q.dtype)} (cast it to bfloat16 or float16)")
     dtype = autocast_dtype(q.device.type) or q.dtype
     scale, head_dim = 1.0 if scale is None else scale, max(q.shape[-1], v.shape[-1])
     try:
