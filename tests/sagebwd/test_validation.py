@@ -83,9 +83,9 @@ DOCUMENTS = [
     (CUTS, CUTS.half(), "cu_seqlens_kv is float16; cast it"),
     (CUTS.to("meta"), None, "cu_seqlens is on meta and q on cpu; move it there"),
     (CUTS, CUTS[:2], "cu_seqlens has 3 entries and cu_seqlens_kv 2; give both one for each document"),
-    (CUTS - 1, None, "cu_seqlens starts at -1; start it at 0 or later"),
-    (CUTS, CUTS + 1, "cu_seqlens_kv ends at 9, past the 8 tokens; end it at 8 or earlier"),
-    (torch.tensor([0, 5, 4, 8]), None, "cu_seqlens goes back from 5 to 4 in document 1"),
+    (CUTS - 1, None, "cu_seqlens goes from 0 to -1; boundaries must start at 0 or later"),
+    (CUTS, CUTS + 1, "cu_seqlens_kv goes from 9 to 8; .* end at 8, the number of tokens, or earlier"),
+    (torch.tensor([0, 5, 4, 8]), None, "cu_seqlens goes from 5 to 4; .* never decrease"),
 ]
 
 
