@@ -73,7 +73,7 @@ class BatchLoader:
 
     def epoch_of(self, step: int) -> float:
         """Epochs done when `step` begins; of a mixture, of the source that is read most often."""
-        return self.order.epochs_done(step * self.sequences_per_step)
+        return max(self.order.epochs_of_sources(step * self.sequences_per_step))
 
     def epochs(self, step: int) -> np.ndarray:
         """How often each sequence of a step was read before; int64, (sequences_per_step,)."""

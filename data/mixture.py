@@ -148,10 +148,6 @@ class MixedOrder:
         sources, own = self.schedule(samples)
         return own // self.counts[sources]
 
-    def epochs_done(self, samples: int) -> float:
-        """Epochs of the source that is read most often, after so many samples."""
-        return max(self.epochs_of_sources(samples))
-
     def epochs_of_sources(self, samples: int) -> list[float]:
         """Epochs of each source after so many samples of the mixture."""
         return (self.schedule.counts(samples) / self.counts).tolist()

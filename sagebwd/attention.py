@@ -120,7 +120,7 @@ def sage_attention(
         params = params.with_documents(cu_seqlens, cu_seqlens_kv)
         out, lse = ops.attend(q, k, v, params, with_lse=return_lse, sinks=sinks)
     else:
-        tokens = masks.VisibleTokens(mask, q.shape[2], hides_queries=asked != FULL)
+        tokens = masks.visible_tokens(mask, q.shape[2], hides_queries=asked != FULL)
         params = params.with_documents(tokens.cu_seqlens, tokens.cu_seqlens_kv)
         out, lse = ops.attend(*tokens.pack(q, k, v), params, with_lse=return_lse, sinks=sinks)
         out, lse = tokens.unpack(out), tokens.unpack(lse) if return_lse else None

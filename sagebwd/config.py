@@ -197,7 +197,9 @@ class SageConfig:
         return self.smooth_k and any(map(self.is_int8, K_MATMULS))
 
     def __post_init__(self) -> None:
-        self._check_switches()
+        for name in (field.name for field in fields(self) if isinstance(field.default, bool)):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; set it to true or false")
         self._normalise_int8_matmuls()
         for name, finer in (("operand_scales", "token"), ("granularity", "row")):
             if (value := getattr(self, name)) not in ("block", finer):
@@ -217,19 +219,10 @@ class SageConfig:
         values = [f"'{field.name}': {getattr(self, field.name)!r}" for field in fields(self)]
         object.__setattr__(self, "_text", "{" + ", ".join(values) + "}")
 
-    def _check_switches(self) -> None:
-        for name in (field.name for field in fields(self) if isinstance(field.default, bool)):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; set it to true or false")
-
     def _normalise_int8_matmuls(self) -> None:
         """Check the names and store them as a tuple in one order, so that equal settings are equal."""
-        if isinstance(self.int8_matmuls, str):
-            raise ValueError(
-                f"int8_matmuls is the string {self.int8_matmuls!r}; give a list: [{self.int8_matmuls}]"
-            )
-        if self.int8_matmuls is None:
-            raise ValueError("int8_matmuls is None; give a list of products, [] for none")
+        if self.int8_matmuls is None or isinstance(self.int8_matmuls, str):
+            raise ValueError(f"int8_matmuls is {self.int8_matmuls!r}; give a list of products, [] for none")
         chosen = set(self.int8_matmuls)
         unknown = sorted(chosen.difference(MATMULS))
         if unknown:
@@ -239,9 +232,7 @@ class SageConfig:
     def _check_tile(self) -> None:
         for name in ("block_q", "block_kv"):
             size = getattr(self, name)
-            if size is None:
-                continue
-            if not isinstance(size, int) or isinstance(size, bool) or size < TILE_STEP or size % TILE_STEP:
+            if size is not None and (type(size) is not int or size < TILE_STEP or size % TILE_STEP):
                 raise ValueError(
                     f"{name} is {size!r}; set it to a positive multiple of {TILE_STEP}, such as 64, "
                     "or to None for the rule by head size"

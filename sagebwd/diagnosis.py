@@ -326,10 +326,11 @@ class _Observer:
             self.is_hopper |= own.kernels == "hopper"
             attend = functools.partial(self._attend, params=own, with_lse=False, sinks=sinks)
             found = _results(attend, [q, k, v], grad_out)
-            errors[preset] = dict(zip(TENSORS, map(_error, found, truth), strict=False))
-            left[preset] = min(
-                (_small_rows(*pair) for pair in zip(found[1:3], truth[1:3], strict=True)), default=1.0
-            )
+            pairs = [*zip(found, truth, strict=True)]
+            # In place of NaN what the largest or the least of several is.
+            of_each = (_unless_nan(relative_l2(*pair), math.inf) for pair in pairs)
+            errors[preset] = dict(zip(TENSORS, of_each, strict=False))
+            left[preset] = min((_unless_nan(small_rows_left(*pair), 0.0) for pair in pairs[1:3]), default=1.0)
         self._found.setdefault(name, []).append((largest.item(), errors, left))
 
 
@@ -345,13 +346,5 @@ def _results(
     return [out, *torch.autograd.grad(out, leaves, grad_out)]
 
 
-def _error(found: Tensor, truth: Tensor) -> float:
-    """Relative L2; of a NaN infinite, so that the largest of several is found."""
-    error = relative_l2(found, truth)
-    return math.inf if math.isnan(error) else error
-
-
-def _small_rows(found: Tensor, truth: Tensor) -> float:
-    """Of a NaN 0, so that the least of several is found."""
-    left = small_rows_left(found, truth)
-    return 0.0 if math.isnan(left) else left
+def _unless_nan(value: float, otherwise: float) -> float:
+    return otherwise if math.isnan(value) else value

@@ -305,9 +305,10 @@ def gpu_of(index: int) -> GPU:
     is_amd = torch.version.hip is not None
     reason = None
     if capability >= AMPERE and not is_amd:
-        from sagebwd.kernels.cuda import runtime
+        from sagebwd.kernels.cuda.compile import why_no_compiler
+        from sagebwd.kernels.cuda.launch import why_no_driver
 
-        reason = runtime.why_unavailable(index)
+        reason = why_no_compiler() or why_no_driver()
     return GPU(torch.cuda.get_device_name(index), capability, is_amd, reason)
 
 
@@ -383,8 +384,9 @@ def table() -> list[Row]:
     rows = []
     for preset, config in PRESETS.items():
         sizes = range(8, LARGEST_HEAD_DIM + 1, 8)
-        for kernels, group in groupby(sizes, lambda size, config=config: _kernels_by_device(config, size)):
-            head_dims = [*group]
+        found = [{name: x.kernels for name, x in architectures(config, size).items()} for size in sizes]
+        for kernels, group in groupby(zip(found, sizes, strict=True), lambda item: item[0]):
+            head_dims = [size for _, size in group]
             rows.append(Row(preset, (head_dims[0], head_dims[-1]), kernels))
     return rows
 
@@ -394,7 +396,3 @@ def architectures(config: SageConfig = DEFAULT_CONFIG, head_dim: int = 64) -> di
     calls = {name: Call("cuda", gpu, torch.bfloat16, head_dim, config) for name, gpu in ARCHITECTURES.items()}
     calls["CPU"] = Call("cpu", None, torch.bfloat16, head_dim, config)
     return {name: explain_call(call) for name, call in calls.items()}
-
-
-def _kernels_by_device(config: SageConfig, head_dim: int) -> dict[str, str]:
-    return {name: found.kernels for name, found in architectures(config, head_dim).items()}

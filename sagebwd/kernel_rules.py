@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, TILE, TILE_OF_LARGE_HEADS, SageConfig
+from sagebwd.validation import show
 
 #: Fastest first.
 KERNEL_SETS = ("hopper", "ampere", "triton", "reference")
@@ -269,10 +270,9 @@ def _has_cuda_compiler(call: Call) -> Rule:
 
 
 def _rules_of_all_kernels(call: Call) -> Iterator[Rule]:
-    dtype = str(call.dtype).removeprefix("torch.")
     yield Rule(
         call.dtype in (torch.float16, torch.bfloat16),
-        f"q, k, v are {dtype}",
+        f"q, k, v are {show(call.dtype)}",
         "cast them to bfloat16 or float16",
         ValueError,
     )

@@ -161,18 +161,18 @@ class PackedTokens:
         return nan_where(self.is_wrong, out.unflatten(0, (self.batch, -1)).transpose(1, 2))
 
 
-class VisibleTokens(PackedTokens):
-    """The visible tokens of a batch, one document a sequence."""
+def visible_tokens(mask: KeyMask, n_q: int, *, hides_queries: bool) -> PackedTokens:
+    """The visible tokens of a batch, one document a sequence.
 
-    def __init__(self, mask: KeyMask, n_q: int, *, hides_queries: bool) -> None:
-        """``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv."""
-        visible, is_wrong = mask
-        keys = Order.of(visible.flatten())
-        cuts = cuts_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
-        if not hides_queries:
-            cuts = n_q * (torch.ones_like(cuts).cumsum(0, dtype=torch.int32) - 1)
-        queries = keys if hides_queries else None
-        super().__init__(visible.shape[0], n_q, cuts, cuts_kv, queries, keys, is_wrong)
+    ``hides_queries``: a hidden token is hidden as a query, too; N_q must be N_kv.
+    """
+    visible, is_wrong = mask
+    keys = Order.of(visible.flatten())
+    cuts = cuts_kv = pad(visible.sum(1).cumsum(0), (1, 0)).int()
+    if not hides_queries:
+        cuts = n_q * (torch.ones_like(cuts).cumsum(0, dtype=torch.int32) - 1)
+    queries = keys if hides_queries else None
+    return PackedTokens(visible.shape[0], n_q, cuts, cuts_kv, queries, keys, is_wrong)
 
 
 class Order(NamedTuple):

@@ -21,11 +21,7 @@ from torch import Tensor
 from sagebwd import dispatch
 from sagebwd.attention import sage_attention
 from sagebwd.config import SageConfig, encode
-from sagebwd.validation import DTYPES, autocast_dtype
-
-#: What an integration may do with a call that SageBwd does not compute.
-FALLBACKS = ("error", "sdpa")
-
+from sagebwd.validation import DTYPES, autocast_dtype, show
 
 #: With S in INT8, errors of dQ and dK reach 10% where the largest logit is about this (results/log.md).
 LARGEST_LOGIT = 64.0
@@ -37,9 +33,9 @@ LOOKED_AT = (32, 4096)
 
 class _Counted(NamedTuple):
     name: str
-    layer: int | None
     kernels: str
     reason: str
+    layer: int  # −1 if it has none
 
 
 class Obstacle(NamedTuple):
@@ -87,7 +83,10 @@ class Report:
         if not self.rows:
             return "SageBwd: no integration has called it; your own calls of sage_attention are not counted"
         head = ("attention", "layers", "calls", "ran")
-        cells = [head, *((row.name, _ranges(row.layers), str(row.calls), _how(row)) for row in self.rows)]
+        cells = [head]
+        for row in self.rows:
+            how = f"INT8 ({row.kernels})" if row.kernels else f"full precision: {row.reason}"
+            cells.append((row.name, _ranges(row.layers), str(row.calls), how))
         return "\n".join(aligned(cells))
 
 
@@ -104,12 +103,11 @@ def report(*, clear: bool = False) -> Report:
     Args:
         clear: start counting anew, and warn again.
     """
-    calls = sorted(_counts.items(), key=lambda item: _sort_key(item[0]))
     rows = []
-    for (name, kernels, reason), group in groupby(calls, lambda item: (item[0].name, *item[0][2:])):
-        of_layers = [*group]
-        layers = tuple(call.layer for call, _ in of_layers if call.layer is not None)
-        rows.append(ReportRow(name, layers, kernels, reason, sum(count for _, count in of_layers)))
+    for (name, kernels, reason), group in groupby(sorted(_counts), lambda call: call[:3]):
+        calls = [*group]
+        layers = tuple(call.layer for call in calls if call.layer >= 0)
+        rows.append(ReportRow(name, layers, kernels, reason, sum(map(_counts.__getitem__, calls))))
     if clear:
         for own in (_counts, _warned, _looks):
             own.clear()
@@ -129,15 +127,28 @@ def counted_apart() -> Iterator[None]:
             own.update(before)
 
 
-def record(name: str, kernels: str, layer: int | None = None) -> None:
-    """Count a call that ``kernels`` computed in INT8.
+def record(name: str, kernels: str, layer: int | None = None, reason: str = "") -> None:
+    """Count a call. The first of a name and reason is logged or, in full precision, warned of.
 
     Args:
         name: the class of the attention layer, or where the call comes from.
-        kernels: the kernel set, as :func:`sagebwd.dispatch.choose` names it.
+        kernels: the kernel set, as :func:`sagebwd.dispatch.choose` names it; "" for full precision.
         layer: index of the layer, if it has one.
+        reason: as of :func:`fall_back`, "" for INT8.
     """
-    _count(name, layer, kernels, "")
+    _counts[_Counted(name, kernels, reason, -1 if layer is None else layer)] += 1
+    if (name, reason) in _warned:
+        return
+    _warned.add((name, reason))
+    if reason:
+        warnings.warn(f"{name} runs in full precision, not in INT8: {reason}", stacklevel=3)
+    else:
+        logging.getLogger(__name__).info("%s runs in INT8 (%s)", name, kernels)
+
+
+# A tracer runs the function instead of tracing it, as torch.compiler.assume_constant_result has it, which
+# would import torch._dynamo.
+record._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def counted_attention(
@@ -204,8 +215,7 @@ def find_obstacle(
     The reason does not offer ``kernels="reference"``: other libraries have no such argument.
     """
     if q.dtype not in DTYPES:
-        kind = str(q.dtype).removeprefix("torch.")
-        return Obstacle(f"this input: q is {kind} (cast it to bfloat16 or float16)")
+        return Obstacle(f"this input: q is {show(q.dtype)} (cast it to bfloat16 or float16)")
     dtype = autocast_dtype(q.device.type) or q.dtype
     scale, head_dim = 1.0 if scale is None else scale, max(q.shape[-1], v.shape[-1])
     try:
@@ -232,7 +242,7 @@ def fall_back(name: str, reason: str, fallback: str, layer: int | None = None, *
     """
     if fallback == "error":
         raise refusal(name, reason, fix)
-    _count(name, layer, "", reason)
+    record(name, "", layer, reason)
 
 
 def refusal(name: str, reason: str, fix: str = "") -> NotImplementedError:
@@ -246,33 +256,8 @@ def refusal(name: str, reason: str, fix: str = "") -> NotImplementedError:
 
 def check_fallback(fallback: str) -> None:
     """Raise ValueError for an unknown ``fallback``."""
-    if fallback not in FALLBACKS:
-        names = " or ".join(map(repr, FALLBACKS))
-        raise ValueError(f"fallback is {fallback!r}; use {names}")
-
-
-def _count(name: str, layer: int | None, kernels: str, reason: str) -> None:
-    _counts[_Counted(name, layer, kernels, reason)] += 1
-    if (name, reason) in _warned:
-        return
-    _warned.add((name, reason))
-    if reason:
-        warnings.warn(f"{name} runs in full precision, not in INT8: {reason}", stacklevel=3)
-    else:
-        logging.getLogger(__name__).info("%s runs in INT8 (%s)", name, kernels)
-
-
-# A tracer runs the function instead of tracing it, as torch.compiler.assume_constant_result has it, which
-# would import torch._dynamo.
-_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _sort_key(call: _Counted) -> tuple[str, str, str, int]:
-    return call.name, call.kernels, call.reason, -1 if call.layer is None else call.layer
-
-
-def _how(row: ReportRow) -> str:
-    return f"INT8 ({row.kernels})" if row.kernels else f"full precision: {row.reason}"
+    if fallback not in ("error", "sdpa"):
+        raise ValueError(f"fallback is {fallback!r}; use 'error' or 'sdpa'")
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -89,7 +89,7 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
 
 
 def check_tensor(name: str, x: Any, q: Tensor) -> None:
-    """Raise ValueError unless ``x`` is a tensor on the device of q."""
+    """Raise ValueError unless ``x``, which may be q itself, is a tensor on the device of q."""
     if not isinstance(x, Tensor):
         raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
     if x.device != q.device:
@@ -139,21 +139,16 @@ def _check_dropout(dropout_p: float) -> None:
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ValueError(f"{name} is a {type(x).__name__}; pass a torch.Tensor")
+        check_tensor(name, x, q)
         if x.is_nested or x.layout != torch.strided:
             raise ValueError(
                 f"{name} is nested or sparse; pass a dense tensor, sequences of different lengths end to end "
                 "in a batch of 1 with cu_seqlens"
             )
-    # Under autocast a mix of dtypes is cast to one, so the mix is checked only outside.
-    autocast = autocast_dtype(q.device.type)
-    if len({q.device, k.device, v.device}) > 1:
-        raise ValueError(f"q, k, v are on {q.device}, {k.device}, {v.device}; move them to one device")
-    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise ValueError(f"{name} is {show(x.dtype)}; cast it to float16, bfloat16 or float32")
-    if not autocast and len({q.dtype, k.dtype, v.dtype}) > 1:
+    # Under autocast a mix of dtypes is cast to one.
+    if not autocast_dtype(q.device.type) and len({q.dtype, k.dtype, v.dtype}) > 1:
         found = ", ".join(show(x.dtype) for x in (q, k, v))
         raise ValueError(f"q, k, v are {found}; cast them to one dtype")
 
@@ -195,10 +190,9 @@ def _check_scale(scale: Any) -> None:
                 "scale is a tensor that wants a gradient, and would get none; multiply q by it and pass "
                 "scale=1.0, or pass scale.detach()"
             )
-    if isinstance(scale, str):
-        raise ValueError(f"scale is the string {scale!r}; pass a number, or None for 1/√(head size)")
-    if scale is not None and not -math.inf < scale < math.inf:  # isfinite takes no symbol of a tracer
-        raise ValueError(f"scale is {scale}; pass a finite number, or None for 1/√(head size)")
+    # isfinite takes no symbol of a tracer.
+    if isinstance(scale, str) or (scale is not None and not -math.inf < scale < math.inf):
+        raise ValueError(f"scale is {scale!r}; pass a finite number, or None for 1/√(head size)")
 
 
 def _check_boundaries(name: str, boundaries: Any, q: Tensor) -> None:

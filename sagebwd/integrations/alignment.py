@@ -207,6 +207,13 @@ def aligned_attention(
     return *tokens_first(q, out), lse
 
 
+def check_layout(layout: str, **tensors: Tensor) -> None:
+    """Raise ValueError unless each tensor has as many dimensions as ``layout`` names."""
+    for name, x in tensors.items():
+        if x.dim() != layout.count(",") + 1:
+            raise ValueError(f"{name} is {tuple(x.shape)}; pass {layout}")
+
+
 def heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
     """(B, N, H, D), or (T, H, D), to (B, H, N, D)."""
     return tuple((x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2) for x in tensors)

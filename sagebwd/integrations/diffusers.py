@@ -19,7 +19,7 @@ import inspect
 import re
 import threading
 import warnings
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,19 +70,6 @@ WHAT_HELPS = (
 
 #: ``fallback`` of each name that is registered here.
 _fallbacks: dict[str, str] = {}
-
-
-class Bypass(NamedTuple):
-    """Layers of a model whose attention no backend sees.
-
-    name: class of the processor, or of the layer where it has none.
-    layers: their names in the model.
-    reason: what it does instead.
-    """
-
-    name: str
-    layers: tuple[str, ...]
-    reason: str
 
 
 # --- The backend -------------------------------------------------------------------------------------------
@@ -242,17 +229,20 @@ def check(model: nn.Module, fallback: str = "error") -> None:
     if not found:
         return
     if fallback == "error":
-        names = "; ".join(f"{x.name} {x.reason} ({_shorten(x.layers)})" for x in found)
+        names = "; ".join(f"{name} {reason} ({_shorten(x)})" for (name, reason), x in found.items())
         raise NotImplementedError(
             f"attention of {type(model).__name__} would pass sagebwd by: {names}. {WHAT_HELPS}; or register "
             "sagebwd with fallback='sdpa' to leave these layers in full precision"
         )
-    for bypass in found:
-        usage.fall_back(bypass.name, bypass.reason, fallback)
+    for name, reason in found:
+        usage.fall_back(name, reason, fallback)
 
 
-def find_bypasses(model: nn.Module) -> list[Bypass]:
-    """The layers of a model whose attention diffusers hands to no backend, by class."""
+def find_bypasses(model: nn.Module) -> dict[tuple[str, str], list[str]]:
+    """The layers of a model whose attention diffusers hands to no backend: their names in the model.
+
+    By the class of the processor, or of the layer where it has none, and by what that does instead.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for layer, module in model.named_modules():
         owners = {type(module): False}
@@ -261,12 +251,12 @@ def find_bypasses(model: nn.Module) -> list[Bypass]:
         for owner, is_processor in owners.items():
             if reason := _why_bypassed(owner, is_processor):
                 found.setdefault((owner.__name__, reason), []).append(layer)
-    return [Bypass(name, tuple(layers), reason) for (name, reason), layers in found.items()]
+    return found
 
 
 @functools.cache
 def _why_bypassed(owner: type, is_processor: bool) -> str:
-    """The reason of a :class:`Bypass`, "" for none, from the source text of a layer or processor."""
+    """What a layer or processor does instead, from its source text; "" if a backend sees its attention."""
     text = _source(owner, is_processor)
     if DISPATCH in text:
         fixed = FIXED_BACKEND.search(text)
@@ -286,7 +276,7 @@ def _source(owner: type, is_processor: bool) -> str:
         return ""
 
 
-def _shorten(layers: tuple[str, ...]) -> str:
+def _shorten(layers: list[str]) -> str:
     more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
     return f"{layers[0] or 'the model itself'}{more}"
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in, torch_flash
-from sagebwd.integrations.alignment import aligned_attention, check_refused, window_of
+from sagebwd.integrations.alignment import aligned_attention, check_layout, check_refused, window_of
 
 __all__ = [
     "flash_attn_func",
@@ -96,7 +96,7 @@ def flash_attn_func(
         ValueError: the arguments do not fit together.
     """
     check_refused(USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
-    _check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
+    check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
     result = aligned_attention(
         "flash_attn_func", q, k, v, (), window_of(causal, window_size), softmax_scale,
         config or stand_in.config_of(NAME), with_lse=return_attn_probs or return_lse, sinks=s_aux,
@@ -152,7 +152,7 @@ def flash_attn_varlen_func(
         USE_FLASH_ATTN, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
         block_table=block_table,
     )  # fmt: skip
-    _check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
+    check_layout("(tokens, heads, head size)", q=q, k=k, v=v)
     cuts, window = (cu_seqlens_q, cu_seqlens_k), window_of(causal, window_size)
     result = aligned_attention(
         "flash_attn_varlen_func", q, k, v, cuts, window, softmax_scale, config or stand_in.config_of(NAME),
@@ -262,16 +262,9 @@ def _config_of_parts() -> SageConfig:
     return replace(config, smooth_k=False)
 
 
-def _check_layout(layout: str, **tensors: Tensor) -> None:
-    """Raise ValueError unless each tensor has as many dimensions as ``layout`` names."""
-    for name, x in tensors.items():
-        if x.dim() != layout.count(",") + 1:
-            raise ValueError(f"{name} is {tuple(x.shape)}; pass {layout}")
-
-
 def _unpack(layout: str, axis: int, **packed: Tensor) -> tuple[Tensor, ...]:
     """The tensors that lie side by side along ``axis`` of one, as many as ``layout`` says there."""
-    _check_layout(layout, **packed)
+    check_layout(layout, **packed)
     ((name, x),) = packed.items()
     if str(x.shape[axis]) != layout.strip("()").split(", ")[axis]:
         raise ValueError(f"{name} is {tuple(x.shape)}; pass {layout}")

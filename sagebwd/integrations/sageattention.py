@@ -16,7 +16,7 @@ from torch import Tensor
 
 from sagebwd.config import SageConfig
 from sagebwd.integrations import stand_in
-from sagebwd.integrations.alignment import aligned_attention, window_of
+from sagebwd.integrations.alignment import aligned_attention, check_layout, heads_first, window_of
 from sagebwd.masks import can_read
 from sagebwd.usage import counted_attention
 
@@ -30,9 +30,6 @@ __all__ = [
     "sageattn_varlen",
     "uninstall",
 ]
-
-#: (batch, heads, tokens, head size) and (batch, tokens, heads, head size), as SageAttention calls them.
-LAYOUTS = ("HND", "NHD")
 
 #: In :data:`sagebwd.integrations.stand_in.LIBRARIES`.
 NAME = "sageattention"
@@ -93,17 +90,15 @@ def sageattn(
     """
     if scale is not None and sm_scale is not None:
         raise ValueError(f"sm_scale is {sm_scale} and scale is {scale}; pass one of the two")
-    if not isinstance(tensor_layout, str) or tensor_layout not in LAYOUTS:
+    if not isinstance(tensor_layout, str) or tensor_layout not in ("HND", "NHD"):
         raise ValueError(
             f"tensor_layout is {tensor_layout!r}; pass 'HND' or 'NHD'. In place of torch's "
             "scaled_dot_product_attention put sagebwd.sage_attention, which takes the same arguments"
         )
     is_nhd = tensor_layout == "NHD"
     if is_nhd:
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if x.dim() != 4:
-                raise ValueError(f"{name} is {tuple(x.shape)}; pass (batch, tokens, heads, head size)")
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        check_layout("(batch, tokens, heads, head size)", q=q, k=k, v=v)
+        q, k, v = heads_first(q, k, v)
     n_q, n_kv = q.shape[-2], k.shape[-2]
     if is_causal and n_q != n_kv:
         raise ValueError(

@@ -45,14 +45,6 @@ from sagebwd.window import Window
 
 __all__ = ["OPERATORS", "Override", "patch_sdpa", "register"]
 
-#: Functions of torch.nn.attention that this needs; torch 2.13 has them all.
-REGISTRY = (
-    "register_flash_attention_impl",
-    "activate_flash_attention_impl",
-    "restore_flash_attention_impl",
-    "list_flash_attention_impls",
-)
-
 #: What :func:`register` registered.
 _names: set[str] = set()
 
@@ -81,7 +73,7 @@ def register(name: str = "sagebwd", config: SageConfig = DEFAULT_CONFIG) -> None
             "backward, for which torch's FlashAttention operators have no place; use "
             "torch_flash.patch_sdpa(config), or another config"
         )
-    if not all(hasattr(torch.nn.attention, function) for function in REGISTRY):
+    if not hasattr(torch.nn.attention, "restore_flash_attention_impl"):  # the newest of what this needs
         raise ImportError(
             f"torch {torch.__version__} cannot replace its FlashAttention (2.13 can); use "
             "sagebwd.integrations.torch_flash.patch_sdpa(), which needs no support from torch"

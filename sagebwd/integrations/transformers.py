@@ -210,7 +210,12 @@ def _find_layout(
     if mask is None and is_causal and n_q not in (1, n_kv):
         return None, Obstacle("several queries after cached keys without a mask that says what they see")
     boundaries = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
-    _check_cu_seq_lens(*boundaries, batch, n_q, n_kv)
+    given = [x is not None for x in boundaries]
+    if any(given) and not (all(given) and batch == 1 and n_q == n_kv):
+        raise ValueError(
+            f"cu_seq_lens_q or cu_seq_lens_k comes with {batch} rows, {n_q} queries and {n_kv} keys; pass "
+            "both, and all documents end to end in one row, without a cache"
+        )
     position_ids = arguments.get("position_ids")
     is_text = isinstance(position_ids, Tensor) and position_ids.shape in ((batch, n_q), (1, n_q))
     if not is_text or n_q == 1 or n_q != n_kv:
@@ -254,19 +259,6 @@ def _check_described(mask: Tensor, key: Tensor) -> None:
     if mask.shape[0] != key.shape[0] or mask.shape[3] > key.shape[2]:
         found, wanted = (mask.shape[0], mask.shape[3]), (key.shape[0], key.shape[2])
         raise ValueError(f"the mask is for (batch, keys) {found}, a layer has {wanted}; {USE_ANOTHER}")
-
-
-def _check_cu_seq_lens(
-    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, batch: int, n_q: int, n_kv: int
-) -> None:
-    """Refuse boundaries of documents that do not cut one row of as many queries as keys."""
-    if (cu_seq_lens_q is None) != (cu_seq_lens_k is None):
-        raise ValueError("only one of cu_seq_lens_q and cu_seq_lens_k is given; pass both")
-    if cu_seq_lens_q is not None and (batch != 1 or n_q != n_kv):
-        raise ValueError(
-            f"cu_seq_lens_q comes with {batch} rows, {n_q} queries and {n_kv} keys; lay all documents end to "
-            "end in one row, without a cache"
-        )
 
 
 # --- What SageBwd does not compute -------------------------------------------------------------------------
@@ -353,7 +345,9 @@ def _full_precision(
     if bias is not None:
         arguments["position_bias"] = bias[..., : key.shape[2]]
     asked = set(_asked_for(module, arguments))
-    if asked <= {"position_bias"} and not _needs_eager(module, arguments):
+    # What "sdpa" would ignore, because no argument asks for it.
+    needs_eager = bool(arguments.get("output_attentions")) or getattr(module, "sinks", None) is not None
+    if asked <= {"position_bias"} and not needs_eager:
         sdpa = _own(type(module), "ALL_ATTENTION_FUNCTIONS", AttentionInterface())["sdpa"]
         return sdpa(module, query, key, value, mask, **arguments)
     eager = _own(type(module), "eager_attention_forward", None)
@@ -371,11 +365,6 @@ def _full_precision(
     if isinstance(mask, Tensor):
         mask = additive(mask, query.dtype)
     return eager(module, query, key, value, mask, **arguments)
-
-
-def _needs_eager(module: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether "sdpa" would ignore something that the layer asks for by other ways than an argument."""
-    return bool(arguments.get("output_attentions")) or getattr(module, "sinks", None) is not None
 
 
 def _is_own(module: nn.Module, value: Any) -> bool:

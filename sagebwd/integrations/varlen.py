@@ -9,8 +9,6 @@ it is.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdRef
 
 from sagebwd import masks
 from sagebwd.integrations.alignment import align
@@ -133,9 +132,8 @@ def once_while_traced(function: Callable[..., Any]) -> Callable[..., Any]:
     def calling(*args: Any) -> Any:
         return cached(*args)
 
-    calling._dynamo_marked_constant = (
-        True  # as torch.compiler.assume_constant_result has it, without its import
-    )
+    # As torch.compiler.assume_constant_result has it, without its import.
+    calling._dynamo_marked_constant = True
     return calling
 
 
@@ -146,7 +144,10 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
     tensor tells whether it was modified. Nothing is remembered where that is not reliable: tensors of
     inference mode have no version, and those on the CPU, where nothing waits, may share memory with numpy.
     """
-    recent: deque[tuple[list[Any], Any]] = deque(maxlen=REMEMBERED)  # arguments and results
+
+    @functools.lru_cache(REMEMBERED)
+    def remembered(*known: Any) -> Any:
+        return function(*(x.tensor() if isinstance(x, _Known) else x for x in known))
 
     @functools.wraps(function)
     def remembering(*args: Any) -> Any:
@@ -155,14 +156,7 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args)
         if any(x.is_inference() or x.is_cpu for x in tensors):
             return function(*args)
-        for known, result in tuple(recent):
-            if all(map(_is_same, known, args)):
-                return result
-        result = function(*args)
-        recent.append(
-            ([_Known(weakref.ref(x), x._version) if isinstance(x, Tensor) else x for x in args], result)
-        )
-        return result
+        return remembered(*(_Known(WeakIdRef(x), x._version) if isinstance(x, Tensor) else x for x in args))
 
     return remembering
 
@@ -170,14 +164,8 @@ def remember_recent(function: Callable[..., Any]) -> Callable[..., Any]:
 class _Known(NamedTuple):
     """A tensor that a function was called with."""
 
-    tensor: weakref.ref[Tensor]
+    tensor: WeakIdRef  # equal to another of the same tensor
     version: int
-
-
-def _is_same(known: Any, x: Any) -> bool:
-    if isinstance(x, Tensor):
-        return isinstance(known, _Known) and known.tensor() is x and known.version == x._version
-    return not isinstance(known, _Known) and known == x
 
 
 def find_layout(
@@ -209,10 +197,20 @@ def find_layout(
     is_one_row = [x.shape[0] == 1 or x.stride(0) == 0 for x in (labels, position_ids) if x is not None]
     is_shared = not is_read and batch > 1 and all(is_one_row)
     hidden_in = None if is_shared else shown
-    signs = _signs(_filled(hidden_in), n, labels, position_ids, cu_seqlens)
+    filled, signs = _filled(hidden_in), []
+    if labels is not None:
+        signs.append(_changes(filled(labels)))
+    if position_ids is not None:
+        signs.append(_restarts(filled(position_ids)))
+    if cu_seqlens is not None:
+        places = torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+        signs.append(_changes(filled(torch.searchsorted(cu_seqlens, places, right=True)[None])))
     if not signs:
         return _one_document_a_row(seen, n_q, n, is_read)
-    first = _first(hidden_in, n, tensors[0].device)
+    if hidden_in is None:  # the first shown token of each row
+        first = torch.arange(n, device=tensors[0].device)[None] == 0
+    else:
+        first = shown & (shown.cumsum(1) == 1)
     further = functools.reduce(torch.logical_or, signs, torch.zeros_like(first)) & ~first
     further = further if hidden_in is None else further & shown
     is_wrong = None if cu_seqlens is None else _are_wrong(cu_seqlens, cu_seqlens_kv, n)
@@ -246,32 +244,8 @@ def _one_document_a_row(seen: Seen, n_q: int, n: int, is_read: bool) -> Layout:
     is_full = seen.window == FULL and seen.labels is None
     hides_queries = seen.hides_queries and not is_full
     mask = masks.KeyMask(seen.shown)
-    tokens = masks.VisibleTokens(mask, n_q if is_full else n, hides_queries=hides_queries)
+    tokens = masks.visible_tokens(mask, n_q if is_full else n, hides_queries=hides_queries)
     return _find_holes(Layout(seen.window, seen.shown, tokens=tokens), is_read)
-
-
-def _signs(
-    filled: Callable[[Tensor], Tensor],
-    n: int,
-    labels: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> list[Tensor]:
-    """(B or 1, N) bool each, where a document starts by the arguments of :func:`find_layout`."""
-    signs = []
-    if labels is not None:
-        signs.append(_changes(filled(labels)))
-    if position_ids is not None:
-        signs.append(_restarts(filled(position_ids)))
-    if cu_seqlens is not None:
-        tokens = torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-        signs.append(_changes(filled(torch.searchsorted(cu_seqlens, tokens, right=True)[None])))
-    return signs
-
-
-def _first(shown: Tensor | None, n: int, device: torch.device) -> Tensor:
-    """(B or 1, N) bool, the first shown token of each row."""
-    return torch.arange(n, device=device)[None] == 0 if shown is None else shown & (shown.cumsum(1) == 1)
 
 
 def _find_holes(layout: Layout, is_read: bool) -> Layout:

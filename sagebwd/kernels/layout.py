@@ -145,3 +145,8 @@ def kv_axis(k: Tensor, params: AttentionParams) -> Axis:
 def padded_head_dim(d: int) -> int:
     """Channels that a tile has room for: a power of two, and no less than INT8 tensor cores contract."""
     return max(32, 1 << (d - 1).bit_length())
+
+
+def packed_head_dim(d: int) -> int:
+    """Channels of packed blocks: 64, 128 or 256."""
+    return max(64, padded_head_dim(d))

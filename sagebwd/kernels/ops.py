@@ -21,7 +21,14 @@ from torch import Tensor
 
 from sagebwd._ops import add_op_namespace_prefix, ops
 from sagebwd.interface import PARAMETERS, AttentionParams, ForwardResult, kernel_set, nothing_packed
-from sagebwd.kernels.layout import block_count, empty_result, is_virtual, padded_head_dim, stand_in
+from sagebwd.kernels.layout import (
+    block_count,
+    empty_result,
+    is_virtual,
+    packed_head_dim,
+    padded_head_dim,
+    stand_in,
+)
 from sagebwd.kernels.lse import add_sinks, finish_gradients, log_of_base, natural_lse, with_sinks
 from sagebwd.kernels.on_import import when_imported
 from sagebwd.validation import check_backward_mode
@@ -59,7 +66,8 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> ForwardRe
     params = AttentionParams.unflatten(*arguments)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     out_residual = empty_result(q, params) if params.config.compensate_o else q.new_empty(0)
-    columns = params.documents * _mean_channels(k, params) if params.config.smooths_k else 0
+    channels = (packed_head_dim if params.packs else padded_head_dim)(k.shape[-1])
+    columns = params.documents * channels if params.config.smooths_k else 0
     k_mean = k.new_empty((*k.shape[:2], columns), dtype=torch.float32)
     packed = nothing_packed(q)
     if params.pack_for_backward and params.packs:
@@ -149,15 +157,6 @@ def _narrowed(params: AttentionParams, n_q: int, n_kv: int) -> AttentionParams:
 
 
 # --- What the backward needs -------------------------------------------------------------------------------
-
-
-def _mean_channels(k: Tensor, params: AttentionParams) -> int:
-    """Columns of ``k_mean`` for each document."""
-    if not params.packs:
-        return padded_head_dim(k.shape[-1])
-    from sagebwd.kernels.cuda.packing import packed_head_dim
-
-    return packed_head_dim(k.shape[-1])
 
 
 def _packed_shapes(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -74,15 +74,10 @@ def token_means(k: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 def slices(name: str, cu_seqlens: Tensor, n_tokens: int) -> list[slice]:
     """The tokens of each document, after the boundaries are found to lie in order within the sequence."""
     boundaries = cu_seqlens.tolist()
-    if boundaries[0] < 0:
-        raise ValueError(f"{name} starts at {boundaries[0]}; start it at 0 or later")
-    if boundaries[-1] > n_tokens:
-        raise ValueError(
-            f"{name} ends at {boundaries[-1]}, past the {n_tokens} tokens; end it at {n_tokens} or earlier"
-        )
-    for n, (start, stop) in enumerate(pairwise(boundaries)):
+    for start, stop in pairwise([0, *boundaries, n_tokens]):
         if start > stop:
             raise ValueError(
-                f"{name} goes back from {start} to {stop} in document {n}; boundaries may never decrease"
+                f"{name} goes from {start} to {stop}; boundaries must start at 0 or later, never decrease "
+                f"and end at {n_tokens}, the number of tokens, or earlier"
             )
     return [slice(start, stop) for start, stop in pairwise(boundaries)]

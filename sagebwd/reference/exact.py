@@ -158,7 +158,6 @@ def _zero_result(
     has_matrices: bool,
 ) -> AttentionResult:
     """Of attention without documents: zeros, and an lse of sinks or −inf; None for what is not asked for."""
-
     rows, matrix = q.shape[:-1], (*q.shape[:-1], k.shape[-2])
     shapes = {"out": (*rows, v.shape[-1]), "lse": rows}
     if has_gradients:

@@ -39,7 +39,7 @@ def fake_gpu(monkeypatch):
     [
         ({"backend": "sagebwd", "smooth_k": "maybe"}, "smooth_k is 'maybe'"),
         ({"backend": "sagebwd", "block_q": "wide"}, "block_q is 'wide'"),
-        ({"backend": "sagebwd", "int8_matmuls": "o"}, "int8_matmuls is the string 'o'"),
+        ({"backend": "sagebwd", "int8_matmuls": "o"}, "int8_matmuls is 'o'; give a list"),
         ({"backend": "sagebwd", "int8_matmuls": 3}, "attention=sagebwd"),
         ({"backend": "sagebwd", "int8_matmuls": ["qk"]}, "qk"),
         ({"backend": "sagebwd", "preset": "papers"}, "preset=papers is unknown; choose one of default"),

@@ -65,7 +65,7 @@ def test_is_shown_as_code_from_the_nearest_preset(config, text):
         ({"block_kv": True}, "block_kv is True"),
         ({"smooth_k": "no"}, "smooth_k is 'no'; set it to true or false"),
         ({"int8_matmuls": ("s", "o")}, "int8_matmuls names s; choose from s_fwd, o"),
-        ({"int8_matmuls": "o"}, r"give a list: \[o\]"),
+        ({"int8_matmuls": "o"}, "int8_matmuls is 'o'; give a list of products"),
         ({"int8_matmuls": None}, r"int8_matmuls is None; give a list of products"),
         ({"smooth_v": True, "int8_matmuls": ("dv",)}, "add 'o' to int8_matmuls or set smooth_v=False"),
         (

@@ -15,7 +15,8 @@ import sagebwd
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import DEFAULT_CONFIG, PAPER_INT8_MATMULS, PRESETS, encode
 from sagebwd.dispatch import GPU, Call, explain_call
-from sagebwd.kernels.cuda import runtime
+from sagebwd.kernels.cuda import compile as compiler
+from sagebwd.kernels.cuda import launch
 
 H200 = GPU("NVIDIA H200", (9, 0))
 A100 = GPU("NVIDIA A100", (8, 0))
@@ -298,10 +299,11 @@ def test_a_gpu_is_asked_whether_cuda_kernels_can_be_made_for_it(monkeypatch, cap
     known = {"is_available": True, "get_device_capability": capability, "get_device_name": "some GPU"}
     for name, answer in known.items():
         monkeypatch.setattr(torch.cuda, name, lambda *index, answer=answer: answer)
-    asked = []
-    monkeypatch.setattr(runtime, "why_unavailable", lambda index: asked.append(index) or "no NVRTC")
+    monkeypatch.setattr(compiler, "why_no_compiler", lambda: None)
+    monkeypatch.setattr(launch, "why_no_driver", lambda: "old driver")
+    assert dispatch.gpu_of.__wrapped__(1) == GPU("some GPU", capability, no_cuda_kernels="old driver")
+    monkeypatch.setattr(compiler, "why_no_compiler", lambda: "no NVRTC")
     assert dispatch.gpu_of.__wrapped__(1) == GPU("some GPU", capability, no_cuda_kernels="no NVRTC")
-    assert asked == [1]
 
 
 def test_without_a_gpu_a_program_gets_kernels_that_run_on_any(choose):

@@ -21,7 +21,7 @@ TENSORS = [
     ((X, X.double(), X), "k is float64; cast it to float16, bfloat16 or float32"),
     ((X.int(), X, X), "q is int32; cast it"),
     ((X, X, X.half()), "q, k, v are float32, float32, float16; cast them to one dtype"),
-    ((X, X.to("meta"), X), "q, k, v are on cpu, meta, cpu; move them to one device"),
+    ((X, X.to("meta"), X), "k is on meta and q on cpu; move it there"),
     ((X, None, X), "k is a NoneType; pass a torch.Tensor"),
     ((X, X[0], X[0]), r"must be \(batch, heads, tokens, head size\)"),
     ((X[0, 0, 0],) * 3, r"must be \(batch, heads, tokens, head size\)"),
@@ -38,8 +38,8 @@ TENSORS = [
 SETTINGS = [
     ({"scale": float("nan")}, "scale is nan; pass a finite number"),
     ({"scale": torch.ones(4)}, r"scale has shape \(4,\); pass one number for all logits"),
-    ({"scale": torch.tensor(torch.inf)}, "scale is inf; pass a finite number"),
-    ({"scale": "0.1"}, "scale is the string '0.1'; pass a number"),
+    ({"scale": torch.tensor(torch.inf)}, r"scale is tensor\(inf\); pass a finite number"),
+    ({"scale": "0.1"}, "scale is '0.1'; pass a finite number"),
     ({"is_causal": "no"}, "is_causal is 'no'; pass True or False"),
     ({"config": {"smooth_k": True}}, "config is a dict; pass a sagebwd.SageConfig"),
     ({"config": "paper"}, r"config is a str; pass SageConfig\.paper\(\)"),
@@ -83,9 +83,9 @@ DOCUMENTS = [
     (CUTS, CUTS.half(), "cu_seqlens_kv is float16; cast it"),
     (CUTS.to("meta"), None, "cu_seqlens is on meta and q on cpu; move it there"),
     (CUTS, CUTS[:2], "cu_seqlens has 3 entries and cu_seqlens_kv 2; give both one for each document"),
-    (CUTS - 1, None, "cu_seqlens starts at -1; start it at 0 or later"),
-    (CUTS, CUTS + 1, "cu_seqlens_kv ends at 9, past the 8 tokens; end it at 8 or earlier"),
-    (torch.tensor([0, 5, 4, 8]), None, "cu_seqlens goes back from 5 to 4 in document 1"),
+    (CUTS - 1, None, "cu_seqlens goes from 0 to -1; boundaries must start at 0 or later"),
+    (CUTS, CUTS + 1, "cu_seqlens_kv goes from 9 to 8; .* end at 8, the number of tokens, or earlier"),
+    (torch.tensor([0, 5, 4, 8]), None, "cu_seqlens goes from 5 to 4; .* never decrease"),
 ]
 
 

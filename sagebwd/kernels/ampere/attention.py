@@ -18,20 +18,13 @@ from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.ampere.shapes import backward_source, cta_shape
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
+from sagebwd.kernels.cuda.arguments import CAxes, CTokenTensor, CWindow, addresses, pointers
 from sagebwd.kernels.cuda.backward import Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
-from sagebwd.kernels.cuda.packing import (
-    PackedLayout,
-    Packer,
-    mean_alone,
-    packed_head_dim,
-    with_whole_pieces,
-)
+from sagebwd.kernels.cuda.packing import PackedLayout, Packer, mean_alone, with_whole_pieces
 from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
-from sagebwd.kernels.cuda.scheduler import CAxes
-from sagebwd.kernels.layout import Axes
+from sagebwd.kernels.layout import Axes, packed_head_dim
 
 # --- Arguments: struct Arguments of backward.cuh ------------------------------------------------------------
 

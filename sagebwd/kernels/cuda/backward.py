@@ -73,17 +73,11 @@ def prepare(
             unless dK is in 16 bit, k unless dQ is and, if V is packed, v.
         counters: how many int32 to set to zero.
     """
-    config = params.config
     packed_q, packed_kv = saved.packed_q, saved.packed_kv
     if not packed_kv.numel():
-        packed_kv = packer.pack_kv(k, v, axes.kv, saved.k_mean if config.smooths_k else None)
+        packed_kv = packer.pack_kv(k, v, axes.kv, saved.k_mean if params.config.smooths_k else None)
     if not packed_q.numel():
         packed_q = packer.pack_q(q, axes.q)
     counted = q.new_empty(counters, dtype=torch.int32)
-    of_grad = packer.pack_grad(
-        q, packed_q, grad_out, saved.out, saved.lse, axes.q,
-        out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,
-        p_16bit=not config.is_int8("dv"), dk_16bit=not config.is_int8("dk"),
-        dp_fp16=config.dp_fp16_accumulation, counters=counted,
-    )  # fmt: skip
+    of_grad = packer.pack_grad(q, packed_q, grad_out, saved, grad_lse, axes.q, counted)
     return Backward(q, k, params, axes, packer, packed_q, packed_kv, *of_grad, gradients, counted)

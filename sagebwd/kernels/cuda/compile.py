@@ -43,16 +43,9 @@ class Sources:
     folders: tuple[Path, ...]
 
     def path(self, source: str) -> Path:
-        """The file ``source``.cu, of the first folder that has one.
-
-        Raises:
-            FileNotFoundError: no folder has one.
-        """
-        for folder in self.folders:
-            path = folder / f"{source}.cu"
-            if path.exists():
-                return path
-        raise FileNotFoundError(f"there is no {source}.cu in {', '.join(map(str, self.folders))}")
+        """The file ``source``.cu, of the first folder that has one; of the last if none has."""
+        paths = [folder / f"{source}.cu" for folder in self.folders]
+        return next(filter(Path.exists, paths), paths[-1])
 
 
 # --- Compiling ---------------------------------------------------------------------------------------------

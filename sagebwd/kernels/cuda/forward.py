@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 
 from sagebwd.interface import AttentionParams, ForwardResult, no_mean, nothing_packed
-from sagebwd.kernels.cuda.arguments import CTokenTensor, Result, addresses, pointers
+from sagebwd.kernels.cuda.arguments import CAxes, CTokenTensor, Result, addresses, pointers
 from sagebwd.kernels.cuda.packing import Packer
 from sagebwd.kernels.cuda.plan import Operand
-from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.layout import Axes
 
 

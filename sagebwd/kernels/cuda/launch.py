@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,23 @@ from sagebwd.interface import AttentionParams
 from sagebwd.kernels.cuda.compile import Defines, Sources, checked, finish_compiling, start_compiling
 from sagebwd.kernels.cuda.plan import Operand
 from sagebwd.window import CAUSAL
+
+#: The CUDA version of the oldest driver with cuFuncLoad and cuKernelGetParamInfo.
+OLDEST_DRIVER = (12, 4)
+
+
+def why_no_driver() -> str | None:
+    """Why the driver cannot load or launch kernels; None if it can."""
+    from cuda.bindings import driver
+
+    error, version = driver.cuDriverGetVersion()
+    if error:
+        return f"the driver does not answer ({error.name})"
+    have = (version // 1000, version % 1000 // 10)
+    if have < OLDEST_DRIVER:
+        versions = "the driver is for CUDA {}.{}, older than {}.{}".format(*have, *OLDEST_DRIVER)
+        return f"{versions}; update the NVIDIA driver"
+    return None
 
 
 class Driver(NamedTuple):
@@ -62,28 +80,19 @@ def _primary_context(device: int) -> Any:
     return checked(driver.cuDevicePrimaryCtxRetain(checked(driver.cuDeviceGet(device))))
 
 
+@dataclass
 class Kernel:
     """A kernel that is loaded on one device.
 
-    Args:
-        parameters: size of each parameter in bytes; None if unknown.
+    parameters: size of each parameter in bytes; None if unknown.
     """
 
-    def __init__(
-        self,
-        name: str,
-        function: Any,
-        shared_bytes: int,
-        device: int,
-        driver: Driver,
-        parameters: list[int] | None = None,
-    ) -> None:
-        self.name = name
-        self.device = device
-        self.parameters = parameters
-        self._function = function
-        self._shared_bytes = shared_bytes
-        self._driver = driver
+    name: str
+    function: Any
+    shared_bytes: int
+    device: int
+    driver: Driver
+    parameters: list[int] | None = None
 
     def start(self, grid: int, threads: int, arguments: int, *, is_again: bool = False) -> None:
         """Launch ``grid`` CTAs of ``threads`` on torch's current stream; neither synchronizes nor allocates.
@@ -96,9 +105,9 @@ class Kernel:
         Raises:
             RuntimeError: CUDA refuses the launch; with the name of its error.
         """
-        launch, stream, make_current = self._driver
+        launch, stream, make_current = self.driver
         error = launch(
-            self._function, grid, 1, 1, threads, 1, 1, self._shared_bytes, stream(self.device), arguments, 0
+            self.function, grid, 1, 1, threads, 1, 1, self.shared_bytes, stream(self.device), arguments, 0
         )[0]
         if not error:
             return

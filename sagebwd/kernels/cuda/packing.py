@@ -20,12 +20,12 @@ from typing import NamedTuple
 import torch
 
 from sagebwd.config import TILE, SageConfig
-from sagebwd.interface import AttentionParams, no_mean
+from sagebwd.interface import AttentionParams, ForwardResult, no_mean
 from sagebwd.kernels.cuda import launch
 from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.cuda.plan import Operand
-from sagebwd.kernels.layout import Axis, kv_axis, padded_head_dim
+from sagebwd.kernels.layout import Axis, kv_axis, packed_head_dim
 
 #: Bytes of the four fp32 at the end of a packed block.
 TAIL = 16
@@ -33,28 +33,28 @@ TAIL = 16
 VALUES_PER_THREAD = 32
 
 
-def packed_head_dim(d: int) -> int:
-    """Channels of packed blocks: 64, 128 or 256."""
-    return max(64, padded_head_dim(d))
-
-
 class PackedLayout(NamedTuple):
     """What packed blocks hold.
 
-    token_scales: INT8 values have a scale for each token, not for each block. Tails then hold those of all
-        tokens of the first tensor, then of the second.
+    config: the settings. If tokens have scales, tails hold those of all tokens of the first tensor, then of
+        the second.
     tile: tokens of a packed block of queries, and of one of keys and values.
     packs_16bit: whether V, dO and, for dK in 16 bits, Q are packed; otherwise kernels read the tensors.
     """
 
-    token_scales: bool = False
-    tile: tuple[int, int] = TILE
-    packs_16bit: bool = True
+    config: SageConfig
+    tile: tuple[int, int]
+    packs_16bit: bool
 
     @classmethod
     def of(cls, config: SageConfig, head_dim: int, *, packs_16bit: bool) -> PackedLayout:
         """For these settings and this head size."""
-        return cls(config.operand_scales == "token", config.tile(head_dim), packs_16bit)
+        return cls(config, config.tile(head_dim), packs_16bit)
+
+    @property
+    def token_scales(self) -> bool:
+        """Whether INT8 values have a scale for each token, not for each block."""
+        return self.config.operand_scales == "token"
 
     def q_shape(self, q: Operand, blocks: int) -> tuple[int, int]:
         """Shape of the result of :meth:`Packer.pack_q`; as :meth:`kv_shape`."""
@@ -138,7 +138,8 @@ class Packer:
             counters: int32, contiguous; the same kernel sets them to zero for those that follow.
         """
         packed = q.new_empty(self._layout.q_shape(q, axis.blocks), dtype=torch.uint8)
-        arguments = (_CSource.of(q), packed, _CAxis.of(q, axis), counters, _count(counters))
+        count = 0 if counters is None else counters.numel()
+        arguments = (_CSource.of(q), packed, _CAxis.of(q, axis), counters, count)
         self._launch("pack_q", q, self._block_q, len(packed), *arguments)
         return packed
 
@@ -204,52 +205,43 @@ class Packer:
         q: Operand,
         packed_q: Operand,
         grad_out: Operand,
-        out: Operand,
-        lse: Operand,
+        saved: ForwardResult,
+        grad_lse: Operand | None,
         axis: Axis,
-        *,
-        out_residual: Operand | None = None,
-        grad_lse: Operand | None = None,
-        p_16bit: bool = False,
-        dk_16bit: bool = False,
-        dp_fp16: bool = False,
-        counters: Operand | None = None,
+        counters: Operand,
     ) -> tuple[Operand, Operand]:
         """dO and Q for the backward, as two packed blocks for each block of tokens.
 
-        The first: dO, if 16 bits are packed or with ``dp_fp16``, −lse of all tokens and −δ of all tokens
-        (fp32; −∞ and 0 past the end); tail: the scales of Q and dO. The second: Q by columns, dO by columns.
+        The first: dO, if 16 bits are packed or dP has fp16 accumulators, −lse of all tokens and −δ of all
+        tokens (fp32; −∞ and 0 past the end); tail: the scales of Q and dO. For fp16 accumulators dO is in
+        fp16, divided by a power of two for each block that follows from its scale in INT8.
+
+        The second: Q by columns, dO by columns. Without dO, which then has no scale, either, if dV is in 16
+        bits. If dK is, too, it is Q in 16 bits, if they are packed, else nothing.
 
         Args:
-            q: only read with ``dk_16bit``, if 16 bits are packed; otherwise only its shape and dtype are
-                used.
+            q: only read for dK in 16 bits, if they are packed; otherwise only its shape and dtype are used.
             packed_q: of :meth:`pack_q`.
-            lse: (B · H, N_q) or (B, H, N_q) fp32, contiguous.
-            out_residual: the rounding error of ``out``, which is added to it for δ.
-            grad_lse: the gradient of lse to base e, as ``lse``, which is subtracted from δ.
-            p_16bit: whether dV takes 16-bit P, and dO as it is: no columns and no scale of dO.
-            dk_16bit: whether dK takes 16-bit dS, and Q as it is: Q in 16 bits, if they are packed, in place
-                of its columns. Only with ``p_16bit``.
-            dp_fp16: whether dP takes dO in fp16, divided by a power of two for each block that follows from
-                its scale in INT8. Only without ``p_16bit`` and if 16 bits are not packed.
+            grad_lse: the gradient of lse to base e, as ``saved.lse``, which is subtracted from δ.
             counters: as of :meth:`pack_q`.
         """
-        d_pad = packed_head_dim(q.shape[3])
-        grad_bytes = self._block_q * (2 * (self._layout.packs_16bit or dp_fp16) * d_pad + 8)
+        config, d_pad = self._layout.config, packed_head_dim(q.shape[3])
+        p_16bit, dk_16bit = not config.is_int8("dv"), not config.is_int8("dk")
+        has_grad = self._layout.packs_16bit or config.dp_fp16_accumulation
+        grad_bytes = self._block_q * (2 * has_grad * d_pad + 8)
         grad_bytes += scale_bytes(2, self._block_q, self._layout.token_scales)
         packed_grad = _allocate(q, axis, grad_bytes)
-        columns_of = 1 + (not p_16bit)
-        if dk_16bit:
-            columns_of = 2 * self._layout.packs_16bit
+        columns_of = 2 * self._layout.packs_16bit if dk_16bit else 1 + (not p_16bit)
         columns = _allocate(q, axis, self._block_q * columns_of * d_pad)
-        tensors = (grad_out, out, out if out_residual is None else out_residual)
+        tensors = (grad_out, saved.out, saved.out_residual if config.compensate_o else saved.out)
         sources = (_CSource.of(q), packed_q, *(_CSource.of(x) for x in tensors))
-        counted = (counters, _count(counters))
-        arguments = (*sources, lse, packed_grad, columns, _CAxis.of(q, axis), *counted, grad_lse)
-        defines = {"P_16BIT": p_16bit, "DK_16BIT": dk_16bit, "COMPENSATE_O": out_residual is not None}
+        counted = (counters, counters.numel())
+        arguments = (*sources, saved.lse, packed_grad, columns, _CAxis.of(q, axis), *counted, grad_lse)
         self._launch(
-            "pack_grad", q, self._block_q, 2 * len(packed_grad), *arguments, **defines, DP_FP16=dp_fp16
-        )
+            "pack_grad", q, self._block_q, 2 * len(packed_grad), *arguments,
+            P_16BIT=p_16bit, DK_16BIT=dk_16bit, COMPENSATE_O=config.compensate_o,
+            DP_FP16=config.dp_fp16_accumulation,
+        )  # fmt: skip
         return packed_grad, columns
 
     def k_rows_bytes(self, k: Operand) -> int:
@@ -282,10 +274,6 @@ class Packer:
             **defines,
         )
         like.plan.launch(kernel, grid, tokens * head_dim // VALUES_PER_THREAD, *arguments)
-
-
-def _count(counters: Operand | None) -> int:
-    return 0 if counters is None else counters.numel()
 
 
 def _allocate(x: Operand, axis: Axis, size: int, dtype: torch.dtype = torch.uint8) -> Operand:

@@ -91,7 +91,7 @@ class Operand:
             _, heads, tokens, channels = self.shape
             strides = (tokens * heads * channels, channels, heads * channels, 1)
         else:
-            strides = _strides_like(self.shape, self._strides)
+            strides = torch.empty_like(torch.empty_strided(self.shape, self._strides, device="meta")).stride()
         return Operand(self.plan, self.shape, strides, self.dtype)
 
     def fill_(self, value: float) -> None:
@@ -459,15 +459,3 @@ def lay_out(parts: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-
-
-def _strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Those of ``empty_like``: the same, if the memory has no gaps."""
-    size = 1
-    for stride, n in sorted(x for x in zip(strides, shape, strict=True) if x[1] > 1):
-        if stride != size:
-            break
-        size *= n
-    if size == prod(shape):
-        return strides
-    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()

@@ -23,12 +23,11 @@ from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernel_rules import is_large
 from sagebwd.kernels.cuda import forward as cuda_forward
 from sagebwd.kernels.cuda import launch, packing
-from sagebwd.kernels.cuda.arguments import CTokenTensor, CWindow, addresses, pointers
+from sagebwd.kernels.cuda.arguments import CAxes, CTokenTensor, CWindow, addresses, pointers
 from sagebwd.kernels.cuda.backward import Backward, Gradients, prepare
 from sagebwd.kernels.cuda.compile import SHARED, Sources
 from sagebwd.kernels.cuda.forward import CForward
 from sagebwd.kernels.cuda.plan import Operand, planned_backward, planned_forward, planned_mean
-from sagebwd.kernels.cuda.scheduler import CAxes
 from sagebwd.kernels.hopper.shapes import CTA_SHAPES, STEP_Q, shape_macro, tile_macros, work_tokens
 from sagebwd.kernels.hopper.tensor_map import CTensorMaps, mappable, tensor_map
 from sagebwd.kernels.layout import Axes, Axis, padded_head_dim

@@ -12,21 +12,6 @@ from sagebwd.kernel_rules import HOPPER_TILE_WITH_SCALES
 
 #: Queries that a warpgroup takes at a time of a tile that has scales.
 STEP_Q = 64
-#: Macros of kernels with tiles of their own, by the macro that decides, see :func:`shape_macro`.
-TILE_MACROS = {
-    "SCALES_OF_TILES": {
-        "SCALES_OF_TILES": True,
-        "TILE_Q": HOPPER_TILE_WITH_SCALES[0],
-        "TILE_KV": HOPPER_TILE_WITH_SCALES[1],
-        "Q_STEP": STEP_Q,
-    },
-}
-#: The same for head sizes above 128, whatever decides.
-LARGE_HEAD_MACROS = {
-    "TILE_Q": TILE_OF_LARGE_HEADS[0],
-    "TILE_KV": TILE_OF_LARGE_HEADS[1],
-    "ROWS_IN_CHUNKS": True,
-}
 
 
 class CTAShape(NamedTuple):
@@ -97,7 +82,13 @@ def shape_macro(p_16bit: bool, dk_16bit: bool, tile_scales: bool) -> str:
 
 def tile_macros(head_dim: int, macro: str) -> dict[str, int]:
     """The macros of a padded head size and a :func:`shape_macro` that say which tiles a kernel has."""
-    return LARGE_HEAD_MACROS if head_dim == 256 else TILE_MACROS.get(macro, {})
+    if head_dim == 256:
+        tile, own = TILE_OF_LARGE_HEADS, {"ROWS_IN_CHUNKS": True}
+    elif macro == "SCALES_OF_TILES":
+        tile, own = HOPPER_TILE_WITH_SCALES, {"SCALES_OF_TILES": True, "Q_STEP": STEP_Q}
+    else:
+        return {}
+    return {"TILE_Q": tile[0], "TILE_KV": tile[1], **own}
 
 
 def work_tokens(name: str, head_dim: int) -> int:

@@ -16,7 +16,7 @@ from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments, with_the_fix
-from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, TokenTensor
+from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad
 
 
@@ -254,9 +254,9 @@ def backward(
         k, kv_axis, mean=saved.k_mean if config.smooths_k else None, token_scales=token_scales,
         rows=int8["s_bwd"], columns=int8["dq"], rounded=not (int8["s_bwd"] and int8["dq"]),
     )  # fmt: skip
-    v_operand = (
-        quantize(v, kv_axis, rows=True, token_scales=token_scales) if int8["dp"] else NO_PACKED_OPERAND
-    )
+    v_operand = PackedOperand()  # none: dP takes V as it is
+    if int8["dp"]:
+        v_operand = quantize(v, kv_axis, rows=True, token_scales=token_scales)
     grad_operand, delta = quantize_grad(
         grad_out, saved.out, q_axis,
         out_residual=saved.out_residual if config.compensate_o else None, grad_lse=grad_lse,

@@ -311,6 +311,13 @@ def load_tokens(x, pointer, first, n, d, SIZE: tl.constexpr, D_PAD: tl.constexpr
 
 
 @triton.jit
+def load_tile(x, head, heads, start, first, n, d, SIZE: tl.constexpr, D_PAD: tl.constexpr):
+    """:func:`load_tokens` in fp32 of one head, from token ``start`` of it on."""
+    pointer = head_pointer(x, head, heads, start)
+    return load_tokens(x, pointer, first, n, d, SIZE, D_PAD).to(tl.float32)
+
+
+@triton.jit
 def store_tokens(x, pointer, first, n, d, tile, SIZE: tl.constexpr, D_PAD: tl.constexpr):
     """Store the part of ``tile`` that exists, an infinity of fp32 as NaN."""
     pointer += tl.full((), first, tl.int64) * x.stride_n

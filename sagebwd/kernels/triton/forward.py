@@ -12,7 +12,7 @@ from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
 from sagebwd.kernels.triton.assembler import with_right_addresses
 from sagebwd.kernels.triton.launch import launch_options, window_arguments, with_the_fix
-from sagebwd.kernels.triton.operands import NO_PACKED_OPERAND, SIZES, TokenTensor
+from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
 from sagebwd.kernels.triton.quantize import k_mean_of, quantize, token_mean
 
 
@@ -144,7 +144,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Forward
     forms = {"rows": s_int8, "rounded": not s_int8, "token_scales": token_scales}
     q_operand = quantize(q, q_axis, own_mean=config.smooth_q, **forms)
     k_operand = quantize(k, kv_axis, mean=k_mean if config.smooths_k else None, **forms)
-    v_operand = NO_PACKED_OPERAND
+    v_operand = PackedOperand()
     if o_int8:
         v_mean = token_mean(v, kv_axis) if config.smooth_v else None
         forms = {"columns": True, "sums": config.is_unsigned("o"), "token_scales": token_scales}

@@ -49,7 +49,7 @@ def launch_options(kernel: str, q: Tensor, config: SageConfig) -> tuple[int, dic
     """
     block_q, block_kv = config.tile(q.shape[-1])
     own_block, other_block = (block_kv, block_q) if kernel == "dk_dv" else (block_q, block_kv)
-    table = HOPPER if compute_capability(q) == 90 else OTHERS
+    table = HOPPER if is_hopper(q.device) else OTHERS
     own, warps, stages = table[kernel][padded_head_dim(q.shape[-1])]
     if config.granularity == "block" and own < own_block and kernel != "forward":
         own, warps, stages = own_block, 8, 1  # a scale belongs to the whole tile
@@ -70,15 +70,10 @@ def window_arguments(window: Window) -> dict[str, int | bool | None]:
     }
 
 
-def compute_capability(x: Tensor) -> int:
-    """90 for Hopper, and so on; 0 in the interpreter."""
-    return _compute_capability(x.device.index) if x.is_cuda else 0
-
-
 @functools.cache
-def _compute_capability(device: int) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is such a GPU; the interpreter's CPU is none."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def with_the_fix(run: Callable[..., Any]) -> Callable[..., Any]:

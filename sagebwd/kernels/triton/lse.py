@@ -69,11 +69,9 @@ def _sinks_kernel(
     tl.store(new_lse + row, tl.maximum(sink, own) + least, mask=tokens < n)
     tl.store(new_saved_lse + row, tl.where(saved == float("-inf"), saved, saved + growth), mask=tokens < n)
 
-    pointer = device.head_pointer(out, head, heads, 0)
-    tile = device.load_tokens(out, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+    tile = device.load_tile(out, head, heads, 0, first, n, d, BLOCK, D_PAD)
     if residual is not None:
-        pointer = device.head_pointer(residual, head, heads, 0)
-        tile += device.load_tokens(residual, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+        tile += device.load_tile(residual, head, heads, 0, first, n, d, BLOCK, D_PAD)
     tile /= (1.0 + tl.exp(distance))[:, None]
     pointer = device.head_pointer(new_out, head, heads, 0)
     device.store_tokens(new_out, pointer, first, n, d, tile, BLOCK, D_PAD)
@@ -97,13 +95,10 @@ def _gradients_kernel(
     if grad_lse is not None:
         total += tl.load(grad_lse + row, mask=tokens < n, other=0.0)
     if sinks is not None:
-        pointer = device.head_pointer(out, head, heads, 0)
-        tile = device.load_tokens(out, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+        tile = device.load_tile(out, head, heads, 0, first, n, d, BLOCK, D_PAD)
         if residual is not None:
-            pointer = device.head_pointer(residual, head, heads, 0)
-            tile += device.load_tokens(residual, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
-        pointer = device.head_pointer(grad_out, head, heads, 0)
-        tile *= device.load_tokens(grad_out, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+            tile += device.load_tile(residual, head, heads, 0, first, n, d, BLOCK, D_PAD)
+        tile *= device.load_tile(grad_out, head, heads, 0, first, n, d, BLOCK, D_PAD)
         own = tl.load(lse + row, mask=tokens < n, other=float("inf"))
         to_sink = tl.exp(_load_sink(sinks, head, heads) - own) * (tl.sum(tile, 1) - total)
         tl.store(lost + cta, tl.sum(to_sink, 0))
@@ -113,7 +108,7 @@ def _gradients_kernel(
         total = tl.where(saved == float("-inf"), 0.0, total) * scale
         means = _load_means(k_mean, document, head // group, documents, width, tokens, n, D_PAD)
         pointer = device.head_pointer(dq, head, heads, 0)
-        tile = device.load_tokens(dq, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+        tile = device.load_tile(dq, head, heads, 0, first, n, d, BLOCK, D_PAD)
         device.store_tokens(dq, pointer, first, n, d, tile + total[:, None] * means, BLOCK, D_PAD)
 
 

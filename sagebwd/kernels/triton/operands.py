@@ -41,13 +41,9 @@ class PackedOperand(NamedTuple):
         other operand is unsigned; see :func:`sagebwd.kernels.triton.device.dot_columns`.
     """
 
-    rows: Tensor | None
-    columns: Tensor | None
-    rounded: Tensor | None
-    scale: Tensor | None
-    mean: Tensor | None
-    sums: Tensor | None
-
-
-#: For a product that takes its tensors as they are.
-NO_PACKED_OPERAND = PackedOperand(None, None, None, None, None, None)
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+    rounded: Tensor | None = None
+    scale: Tensor | None = None
+    mean: Tensor | None = None
+    sums: Tensor | None = None

@@ -58,8 +58,7 @@ def _quantize_kernel(
     first = block * BLOCK
     if first >= n:
         return
-    pointer = device.head_pointer(x, head, heads, start)
-    tile = device.load_tokens(x, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+    tile = device.load_tile(x, head, heads, start, first, n, d, BLOCK, D_PAD)
     channels = tl.arange(0, D_PAD)
     exists = device.token_mask(first, n, d, BLOCK, D_PAD)
     if SUBTRACT == "given":
@@ -85,16 +84,10 @@ def _quantize_grad_kernel(
     first = block * BLOCK
     if first >= n:
         return
-    grad_tile = device.load_tokens(
-        grad_out, device.head_pointer(grad_out, head, heads, start), first, n, d, BLOCK, D_PAD
-    ).to(tl.float32)
-    out_tile = device.load_tokens(
-        out, device.head_pointer(out, head, heads, start), first, n, d, BLOCK, D_PAD
-    ).to(tl.float32)
+    grad_tile = device.load_tile(grad_out, head, heads, start, first, n, d, BLOCK, D_PAD)
+    out_tile = device.load_tile(out, head, heads, start, first, n, d, BLOCK, D_PAD)
     if HAS_RESIDUAL:
-        out_tile += device.load_tokens(
-            out_residual, device.head_pointer(out_residual, head, heads, start), first, n, d, BLOCK, D_PAD
-        ).to(tl.float32)
+        out_tile += device.load_tile(out_residual, head, heads, start, first, n, d, BLOCK, D_PAD)
     tokens = first + tl.arange(0, BLOCK)
     row = head.to(tl.int64) * total + start
     value = tl.sum(grad_tile * out_tile, 1)
@@ -113,8 +106,7 @@ def _block_sum_kernel(x, sums, segments, n, d, heads, blocks, BLOCK: tl.constexp
     first = block * BLOCK
     if first >= n:
         return
-    pointer = device.head_pointer(x, head, heads, start)
-    tile = device.load_tokens(x, pointer, first, n, d, BLOCK, D_PAD).to(tl.float32)
+    tile = device.load_tile(x, head, heads, start, first, n, d, BLOCK, D_PAD)
     tl.store(sums + cta.to(tl.int64) * D_PAD + tl.arange(0, D_PAD), tl.sum(tile, 0))
 
 
@@ -229,7 +221,6 @@ def _allocate(
         columns=x.new_empty((tiles, d_pad, axis.block), dtype=torch.int8) if columns else None,
         rounded=x.new_empty((tiles, axis.block, d_pad)) if rounded else None,
         scale=x.new_empty(scales, dtype=torch.float32) if rows or columns else None,
-        mean=None,
         sums=x.new_empty((tiles, d_pad), dtype=torch.int32) if sums else None,
     )
 

@@ -282,14 +282,15 @@ def test_the_code_of_a_processor_tells(processor, reason):
     layer = nn.Identity()
     layer.processor = processor()
     found = find_bypasses(nn.Sequential(layer, Gate()))
-    assert [(x.name, x.layers, x.reason) for x in found] == (
-        [(processor.__name__, ("0",), reason)] if reason else []
-    )
+    assert found == ({(processor.__name__, reason): ["0"]} if reason else {})
 
 
 def test_a_layer_without_a_processor_is_found_too():
     found = find_bypasses(nn.ModuleDict({"a": ByHand(), "b": nn.MultiheadAttention(8, 2), "c": Gate()}))
-    assert {x.name: x.layers for x in found} == {"ByHand": ("a",), "MultiheadAttention": ("b",)}
+    assert {name: layers for (name, _), layers in found.items()} == {
+        "ByHand": ["a"],
+        "MultiheadAttention": ["b"],
+    }
 
 
 def test_a_processor_without_a_backend_of_its_own_is_named():

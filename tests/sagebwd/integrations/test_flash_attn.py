@@ -176,7 +176,7 @@ BAD_CALLS = {
             lambda cuts=cuts, cuts_kv=cuts_kv, causal=causal: varlen(
                 torch.tensor(cuts), torch.tensor(cuts_kv), causal=causal
             ),
-            "in document 1|past the 5 tokens|starts at -1",
+            "boundaries must start at 0 or later, never decrease",
         )
         for causal in (False, True)
         for cuts, cuts_kv in (

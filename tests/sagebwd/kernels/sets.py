@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from sagebwd import SageConfig, dispatch
 from sagebwd.config import DEFAULT_CONFIG, MATMULS, P_MATMULS, PAPER_INT8_MATMULS
 from sagebwd.kernels.ampere.shapes import backward_source
-from sagebwd.kernels.cuda import runtime
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -324,7 +323,7 @@ def _without(is_right: Callable[[tuple[int, int]], bool]) -> str | None:
     capability = torch.cuda.get_device_capability()
     if not is_right(capability):
         return f"the GPU has compute capability {capability}"
-    return runtime.why_unavailable(torch.cuda.current_device())
+    return dispatch.gpu_of(torch.cuda.current_device()).no_cuda_kernels
 
 
 _INT8_SWITCHES = {name: st.booleans() for name in ("smooth_k", "smooth_v", "unsigned_p")}

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sagebwd.dispatch import gpu_of
 from sagebwd.kernels.cuda import compile as compiler
-from sagebwd.kernels.cuda import launch, plan, runtime
+from sagebwd.kernels.cuda import launch, plan
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import tensor_map
@@ -104,6 +105,6 @@ def architecture():
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     capability = torch.cuda.get_device_capability()
-    if reason := runtime.why_unavailable(torch.cuda.current_device()):
+    if reason := gpu_of(torch.cuda.current_device()).no_cuda_kernels:
         pytest.skip(reason)
     return "sm_{}{}{}".format(*capability, "a" if capability == (9, 0) else "")  # "a": as hopper/ has it

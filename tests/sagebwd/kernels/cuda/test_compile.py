@@ -29,8 +29,7 @@ def test_a_source_is_of_the_first_folder_that_has_it(sources):
     assert sources.path("minimal") == sources.folders[0] / "minimal.cu"
     (sources.folders[0] / "minimal.cu").unlink()
     assert sources.path("minimal") == sources.folders[1] / "minimal.cu"
-    with pytest.raises(FileNotFoundError, match=r"there is no other\.cu in .*own, .*shared"):
-        sources.path("other")
+    assert sources.path("other") == sources.folders[1] / "other.cu"
 
 
 @needs_nvrtc

@@ -317,3 +317,12 @@ def test_errors_of_the_driver_are_named(minimal):
 def test_more_shared_memory_than_there_is(sources, cache, architecture):
     with pytest.raises(RuntimeError, match="store_kernel was not loaded: CUDA_ERROR_INVALID_VALUE"):
         start_loading(Sources(architecture, sources.folders), "minimal", "store_kernel", 2**20, VALUE=1)()
+
+
+def test_an_old_driver_is_named(monkeypatch):
+    driver = pytest.importorskip("cuda.bindings.driver", exc_type=ImportError)
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12030))
+    reason = "the driver is for CUDA 12.3, older than 12.4; update the NVIDIA driver"
+    assert launch.why_no_driver() == reason
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (0, 12040))
+    assert launch.why_no_driver() is None
