@@ -1,7 +1,5 @@
 """Inputs and float64 attention, shared by the tests of sagebwd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

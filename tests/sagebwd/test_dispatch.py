@@ -1,7 +1,5 @@
 """Which kernels are chosen on which GPU, what is said of it, and that a tracer asks no driver."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from dataclasses import fields, replace

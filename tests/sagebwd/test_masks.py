@@ -1,7 +1,5 @@
 """Masks that hide keys: exact on the keys that are left, and nothing comes from the others."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -4,8 +4,6 @@ Kernels of every set see four dimensions and one head size, so that the referenc
 the sinks in kernels/test_lse.py have values of other widths with each.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention

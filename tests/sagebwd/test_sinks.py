@@ -1,7 +1,5 @@
 """Attention sinks in parts of torch. Their values, in every kernel set: kernels/test_lse.py."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs of tests of kernels: extreme values, layouts, documents; and what the tests call their tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -1,7 +1,5 @@
 """Ways to call attention with one kernel set, all of which must give the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -5,8 +5,6 @@ description in :data:`KERNEL_SETS`. :func:`over` gives it parameters that depend
 its like leave sets out. To test another kernel set, add its description.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace

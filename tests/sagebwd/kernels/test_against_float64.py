@@ -4,8 +4,6 @@ Both make the same INT8 values, but for a few (see test_against_reference.py), s
 far less than 5%. Memory is poisoned: what a kernel leaves unwritten is NaN and fails every bound.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -5,8 +5,6 @@ Only three things may differ: the order of fp32 sums, exp2 for exp, and x · (1/
 n elements about n · 127 · 2⁻²² do, so that hundreds of products hold a few. See ``assert_same``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings

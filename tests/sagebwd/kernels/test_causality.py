@@ -1,7 +1,5 @@
 """``SageConfig.strictly_causal`` in kernels: what the mask hides leaves no trace, not a bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Packed documents: kernels give each document the bits that it gets alone, and nothing to anyone else."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -3,8 +3,6 @@
 Lengths, masks, documents and heads are tested as for other settings: see test_crossed.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

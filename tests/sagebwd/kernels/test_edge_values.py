@@ -1,7 +1,5 @@
 """Values at the edges: NaN and Inf, the largest and the smallest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

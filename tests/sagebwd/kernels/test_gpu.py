@@ -1,7 +1,5 @@
 """What only a GPU shows: results that never vary, long sequences, large tensors, memory; `-m gpu`."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading

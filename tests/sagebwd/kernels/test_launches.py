@@ -1,7 +1,5 @@
 """How many kernels a call launches, and what else a GPU is asked to do; nothing runs on one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -3,8 +3,6 @@
 The truth is autograd's, in float64. CUDA kernels run as C++ where there is no GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from itertools import pairwise
 

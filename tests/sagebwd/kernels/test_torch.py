@@ -1,7 +1,5 @@
 """The kernels as PyTorch operators: torch.compile, autograd, checkpoints, autocast, streams, CUDA graphs."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from contextlib import nullcontext

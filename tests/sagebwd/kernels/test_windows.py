@@ -1,7 +1,5 @@
 """Sliding windows in kernels, against the reference; and what a window must not change."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

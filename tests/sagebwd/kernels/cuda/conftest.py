@@ -1,7 +1,5 @@
 """A small source that compiles quickly, and fixtures of tests that compile or need a GPU."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What is handed to the driver, and when kernels are loaded; the last part needs a GPU, of any kind."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import struct

@@ -1,7 +1,5 @@
 """What can keep CUDA kernels from a GPU; none of it needs one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

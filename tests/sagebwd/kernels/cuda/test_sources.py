@@ -1,7 +1,5 @@
 """packing.cu and the shared headers compile for every GPU that kernel sets are planned for; needs no GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from sagebwd.kernels.cuda.compile import SHARED, Sources, compile_source

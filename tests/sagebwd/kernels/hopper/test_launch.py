@@ -3,8 +3,6 @@
 That arguments are those of the sources shows where these are compiled for the CPU, see test_crossed.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The one backward kernel, for dQ in 16 bit, on a Hopper GPU: the same bits again, and never a hang."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """What NVRTC makes of the sources for Hopper: spills, serialized products, types; needs no GPU."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -8,8 +8,6 @@ A case is capability/head size/variant/kernels, and may be a shell pattern. The 
 launchers, with a driver that only names a GPU and launches nothing.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
