@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from tests.sagebwd.conftest import draw, exact, one_thread
+from tests.sagebwd.conftest import draw, one_thread
 from tests.trainer.conftest import compose_settings, train_here
 
-__all__ = ["compose_settings", "draw", "exact", "one_thread", "train_here"]
+__all__ = ["compose_settings", "draw", "one_thread", "train_here"]
 
 
 @pytest.fixture(scope="session")

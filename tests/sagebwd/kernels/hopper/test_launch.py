@@ -16,11 +16,7 @@ from sagebwd.kernels.hopper.tensor_map import mappable
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
 
-MACROS_OF_SHAPES = {
-    "": {},
-    "P_16BIT": {"P_16BIT": True},
-    "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True},
-}
+MACROS_OF_SHAPES = {"": {}, "P_16BIT": {"P_16BIT": True}, "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True}}
 
 
 def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
