@@ -1,6 +1,4 @@
-"""Inputs and float64 attention, shared by the tests of sagebwd."""
-
-from __future__ import annotations
+"""Inputs, shared by the tests of sagebwd."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd.reference import exact_attention
+import sagebwd
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,10 +18,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "only(condition): run for the kernel sets that meet the condition")
 
 
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    """Fixed order of summation, and no fight over cores between parallel test processes."""
-    torch.set_num_threads(1)
+@pytest.fixture(autouse=True)
+def nothing_counted() -> Iterator[None]:
+    """Nothing is in the report, and nothing was said once, before and after."""
+    sagebwd.report(clear=True)
+    yield
+    sagebwd.report(clear=True)
 
 
 @pytest.fixture
@@ -49,16 +49,6 @@ def draw() -> Callable[..., list[Tensor]]:
         return [(std * torch.randn(shape, generator=generator)).to(dtype) for shape, std in stds]
 
     return draw
-
-
-@pytest.fixture
-def exact() -> Callable[..., dict[str, Tensor]]:
-    """Return float64 attention as {out, lse, p, dp, ds, delta, dq, dk, dv}."""
-
-    def exact(*inputs: Tensor, config: object = None, **settings: object) -> dict[str, Tensor]:
-        return vars(exact_attention(*inputs, matrices=True, **settings))
-
-    return exact
 
 
 @pytest.fixture

@@ -4,16 +4,13 @@ Kernels of every set see four dimensions and one head size, so that the referenc
 the sinks in kernels/test_lse.py have values of other widths with each.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import sagebwd
 from sagebwd import SageConfig, sage_attention
-from sagebwd.metrics import relative_l2
-from tests.inputs import gradients
+from tests.inputs import assert_same, gradients
 
 NO_INT8 = SageConfig(int8_matmuls=())
 #: By number of dimensions: those before heads, and the heads of queries and of keys.
@@ -35,13 +32,12 @@ def as_four(x):
     return x.reshape(-1, *x.shape[-3:]) if x.dim() > 2 else x[None, None]
 
 
-@pytest.mark.parametrize("dimensions", DIMENSIONS)
-def test_means_what_torch_means(dimensions):
-    tensors, gqa = inputs(dimensions), {"enable_gqa": dimensions > 2}
+def test_means_what_torch_means():
+    tensors, gqa = inputs(4), {"enable_gqa": True}
     for settings in (gqa, {"is_causal": True, "scale": 0.4} | gqa):
         wanted = gradients(scaled_dot_product_attention, *tensors, **settings)
-        for x, y in zip(gradients(sage_attention, *tensors, config=NO_INT8, **settings), wanted, strict=True):
-            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+        found = gradients(sage_attention, *tensors, config=NO_INT8, **settings)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dimensions", DIMENSIONS)
@@ -69,21 +65,7 @@ def test_packed_sequences_without_a_batch():
     cuts["enable_gqa"] = True
     found = gradients(sage_attention, q, k, v, grad_out, **cuts)
     wanted = gradients(sage_attention, *(x[None] for x in (q, k, v, grad_out)), **cuts)
-    for x, y in zip(found, wanted, strict=True):
-        assert torch.equal(x, y[0])
-
-
-@pytest.mark.parametrize("sizes", [(24, 16), (16, 24), (16, 1), (192, 128)], ids=str)
-def test_values_of_another_width(sizes):
-    head_dim, value_dim = sizes
-    tensors = inputs(4, n_q=50, head_dim=head_dim, value_dim=value_dim)
-    settings = {"is_causal": True, "enable_gqa": True}
-    wanted = gradients(scaled_dot_product_attention, *(x.double() for x in tensors), **settings)
-    for config, bound in ((NO_INT8, 1e-6), (SageConfig(), 0.025)):
-        found = gradients(sage_attention, *tensors, **settings, config=config)
-        for x, y in zip(found, wanted, strict=True):
-            assert x.shape == y.shape
-            assert relative_l2(x, y) < bound
+    assert_same(found, [x[0] for x in wanted])
 
 
 def test_the_wider_head_size_decides_which_kernels_run():
@@ -96,6 +78,4 @@ def test_the_wider_head_size_decides_which_kernels_run():
 def test_compiles_without_a_break(dimensions, compiled):
     tensors = inputs(dimensions, value_dim=24)
     wanted = gradients(sage_attention, *tensors, enable_gqa=True)
-    found = gradients(compiled(sage_attention), *tensors, enable_gqa=True)
-    for x, y in zip(found, wanted, strict=True):
-        assert torch.equal(x, y)
+    assert_same(gradients(compiled(sage_attention), *tensors, enable_gqa=True), wanted)

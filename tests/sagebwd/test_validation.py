@@ -145,14 +145,8 @@ def test_explain_refuses_what_the_call_refuses():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (
-            functools.partial(attention, X, X, X, X[:1]),
-            "grad_out has shape .*; the output has .2, 4",
-        ),
-        (
-            functools.partial(attention, X, X, X, X.half()),
-            "dtype float16; the output has float32",
-        ),
+        (functools.partial(attention, X, X, X, X[:1]), "grad_out has shape .*; the output has .2, 4"),
+        (functools.partial(attention, X, X, X, X.half()), "dtype float16; the output has float32"),
         (functools.partial(attention, X, X, X, X.to("meta")), "grad_out has device meta; the output"),
         *(
             (functools.partial(attention, *x), "with one head size for all, and no size of zero")

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
-from tests.sagebwd.conftest import draw, exact
+from tests.sagebwd.conftest import draw
 from tests.trainer.conftest import compose_settings, train_here
 
-__all__ = ["compose_settings", "draw", "exact", "train_here"]
+__all__ = ["compose_settings", "draw", "train_here"]
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""Model families of diffusers at tiny size with random weights: one training step and its gradients."""
+"""Model families of diffusers at tiny size with random weights: one training step and its gradients.
+
+Importing this registers "sagebwd" and "sagebwd_exact", and each with a fallback.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -10,7 +13,14 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from sagebwd import SageConfig
+from sagebwd.integrations.diffusers import register
 from tests.sagebwd.integrations.families import gradients_of
+
+for name, config in (("sagebwd", SageConfig()), ("sagebwd_exact", SageConfig(int8_matmuls=()))):
+    register(name, config)
+    register(f"{name}_or_full", config, fallback="sdpa")
+diffusers.utils.logging.set_verbosity_error()  # set_attention_backend warns that it is experimental
 
 #: What every model gets where it takes such an argument.
 SIZES = {

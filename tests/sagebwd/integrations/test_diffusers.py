@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,23 +27,6 @@ EXACT = 1e-5
 FAMILIES = families.FAMILIES
 
 
-@pytest.fixture(autouse=True, scope="module")
-def names() -> Iterator[None]:
-    register()
-    register("sagebwd_exact", SageConfig(int8_matmuls=()))
-    register("sagebwd_or_full", fallback="sdpa")
-    yield
-    for name in ("sagebwd", "sagebwd_exact", "sagebwd_or_full"):
-        _AttentionBackendRegistry._backends.pop(AttentionBackendName(name))
-
-
-@pytest.fixture(autouse=True)
-def counts() -> Iterator[None]:
-    sagebwd.report(clear=True)
-    yield
-    sagebwd.report(clear=True)
-
-
 def inputs(heads: tuple[int, int] = (4, 4), tokens: tuple[int, int] = (13, 19)) -> list[Tensor]:
     """q, k, v (B, N, H, D) as diffusers lays them out."""
     torch.manual_seed(0)
@@ -58,7 +40,12 @@ def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, **arguments: object) 
     return [out.detach(), *torch.autograd.grad((out * weights).sum(), (q, k, v))]
 
 
-# Models
+def assert_as_native(*tensors: Tensor, **arguments: object) -> list[Tensor]:
+    """The output and gradients without INT8 are those of diffusers' own backend; returns them."""
+    found = compute("sagebwd_exact", *tensors, **arguments)
+    for x, truth in zip(found, compute("native", *tensors, **arguments), strict=True):
+        assert relative_l2(x, truth) < EXACT
+    return found
 
 
 # The backend
@@ -70,11 +57,7 @@ def compute(backend: str, q: Tensor, k: Tensor, v: Tensor, **arguments: object) 
     ids=["cross", "gqa", "causal"],
 )
 def test_layout_heads_mask_and_scale_are_diffusers(heads, arguments):
-    tensors = inputs(heads)
-    for x, truth in zip(
-        compute("sagebwd_exact", *tensors, **arguments), compute("native", *tensors, **arguments), strict=True
-    ):
-        assert relative_l2(x, truth) < EXACT
+    assert_as_native(*inputs(heads), **arguments)
 
 
 def hidden_keys(dtype: torch.dtype) -> Tensor:
@@ -96,10 +79,7 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
 )
 def test_masks_of_keys(dtype, expand):
     """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
-    mask, tensors = expand(hidden_keys(dtype)), inputs()
-    found = compute("sagebwd_exact", *tensors, attn_mask=mask)
-    for x, truth in zip(found, compute("native", *tensors, attn_mask=mask), strict=True):
-        assert relative_l2(x, truth) < EXACT
+    found = assert_as_native(*inputs(), attn_mask=expand(hidden_keys(dtype)))
     assert not found[2][1, 4:7].any()
     assert not found[3][1, 15:].any()
 
@@ -117,9 +97,7 @@ def test_masks_that_differ_between_heads_are_refused():
 
 def test_values_may_have_another_width():
     q, k, _ = inputs()
-    v = torch.randn(2, 19, 4, 24, requires_grad=True)
-    for x, truth in zip(compute("sagebwd_exact", q, k, v), compute("native", q, k, v), strict=True):
-        assert relative_l2(x, truth) < EXACT
+    assert_as_native(q, k, torch.randn(2, 19, 4, 24, requires_grad=True))
 
 
 @pytest.mark.parametrize(
@@ -162,10 +140,7 @@ def test_every_argument_of_diffusers_own_backends_is_named():
         ({"attention_kwargs": {"window_size": (2, 2)}}, "does not compute a window that is not in the mask"),
         ({"attention_kwargs": {"softcap": 30.0}}, "does not compute soft-capping"),
         ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute the weights of the attention"),
-        (
-            {"attn_mask": torch.eye(13, 19, dtype=torch.bool)},
-            "hide keys; call .* may differ between heads",
-        ),
+        ({"attn_mask": torch.eye(13, 19, dtype=torch.bool)}, "hide keys; call .* may differ between heads"),
     ],
     ids=["dropout", "parallel", "window", "softcap", "weights", "mask"],
 )
@@ -174,11 +149,9 @@ def test_what_is_not_computed_is_refused(arguments, message):
         dispatch_attention_fn(*inputs(), backend="sagebwd", **arguments)
 
 
-def test_it_compiles_without_a_graph_break():
-    q, k, v = inputs()
+def test_it_compiles_without_a_graph_break(compiled):
     attend = functools.partial(dispatch_attention_fn, backend=AttentionBackendName("sagebwd"))
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(q, k, v), attend(q, k, v))
+    assert torch.equal(compiled(attend)(*inputs()), attend(*inputs()))
 
 
 @pytest.mark.gpu

@@ -23,7 +23,8 @@ B, H, N, D = 2, 4, 12, 8
 PARTS = torch.tensor([0, 12, 12, 19, 24], dtype=torch.int32)
 SHOWN = torch.arange(N) < torch.tensor([[12], [7]])
 #: Two documents in each row, with empty ones behind the last token, by boundaries, positions and lengths.
-DOCUMENTS = torch.tensor([0, 5, 12, 17, 24, 24, 24], dtype=torch.int32)
+CUTS = torch.tensor([0, 5, 12, 17, 24, 24, 24], dtype=torch.int32)
+DOCUMENTS = {"cu_seqlens_q": CUTS, "cu_seqlens_k": CUTS, "max_seqlen_q": 7, "max_seqlen_k": 7}
 LABELS = torch.arange(N) >= 5
 
 DISTANCE = torch.arange(N) - torch.arange(N)[:, None]
@@ -55,8 +56,9 @@ def unpacked(x):
 
 
 def rows():
-    """Boundaries of whole rows, a new tensor each time, as Wan's code makes them."""
-    return torch.tensor([0, N, N]).cumsum(0, dtype=torch.int32)
+    """Whole rows as sequences; new tensors of boundaries each time, as Wan's code makes them."""
+    cuts, cuts_kv = (torch.tensor([0, N, N]).cumsum(0, dtype=torch.int32) for _ in "qk")
+    return {"cu_seqlens_q": cuts, "cu_seqlens_k": cuts_kv, "max_seqlen_q": N, "max_seqlen_k": N}
 
 
 # --- musubi-tuner and sd-scripts ---------------------------------------------------------------------------
@@ -97,20 +99,16 @@ def musubi_wan_flash3(q, k, v):
     import flash_attn_interface
 
     q, k, v = packed(q, k, v)
-    return unpacked(
-        flash_attn_interface.flash_attn_varlen_func(
-            q=q, k=k, v=v, cu_seqlens_q=rows(), cu_seqlens_k=rows(), seqused_q=None, seqused_k=None,
-            max_seqlen_q=N, max_seqlen_k=N, softmax_scale=None, causal=False, deterministic=False,
-        )
-    )  # fmt: skip
+    settings = {"seqused_q": None, "seqused_k": None, "softmax_scale": None, "deterministic": False}
+    attend = flash_attn_interface.flash_attn_varlen_func
+    return unpacked(attend(q=q, k=k, v=v, **rows(), **settings, causal=False))
 
 
 def musubi_wan_sage(q, k, v):
     import sageattention
 
     q, k, v = packed(q, k, v)
-    lengths = {"cu_seqlens_q": rows(), "cu_seqlens_k": rows(), "max_seqlen_q": N, "max_seqlen_k": N}
-    return unpacked(sageattention.sageattn_varlen(q=q, k=k, v=v, **lengths, sm_scale=None))
+    return unpacked(sageattention.sageattn_varlen(q=q, k=k, v=v, **rows(), sm_scale=None))
 
 
 def musubi_kandinsky(q, k, v):
@@ -159,12 +157,8 @@ def diffusion_pipe_wan(q, k, v):
     import flash_attn
 
     q, k, v = packed(q, k, v)
-    return unpacked(
-        flash_attn.flash_attn_varlen_func(
-            q=q, k=k, v=v, cu_seqlens_q=rows(), cu_seqlens_k=rows(), max_seqlen_q=N, max_seqlen_k=N,
-            dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), deterministic=False,
-        )
-    )  # fmt: skip
+    settings = {"dropout_p": 0.0, "softmax_scale": None, "window_size": (-1, -1), "deterministic": False}
+    return unpacked(flash_attn.flash_attn_varlen_func(q=q, k=k, v=v, **rows(), **settings, causal=False))
 
 
 def diffsynth_flash4(q, k, v):
@@ -206,12 +200,8 @@ def axolotl_packed(q, k, v):
     from sageattention import sageattn_varlen
 
     q, k, v = packed(q, k, v)
-    return unpacked(
-        sageattn_varlen(
-            q=q, k=k, v=v, cu_seqlens_q=DOCUMENTS, cu_seqlens_k=DOCUMENTS, max_seqlen_q=7, max_seqlen_k=7,
-            is_causal=True, sm_scale=D**-0.5, smooth_k=False, tensor_layout="NHD",
-        )
-    )  # fmt: skip
+    settings = {"is_causal": True, "sm_scale": D**-0.5, "smooth_k": False, "tensor_layout": "NHD"}
+    return unpacked(sageattn_varlen(q=q, k=k, v=v, **DOCUMENTS, **settings))
 
 
 def axolotl_padded(q, k, v):
@@ -230,11 +220,8 @@ def transformers_flash(q, k, v):
 
     kernel = get_kernel("kernels-community/flash-attn2", version=4)
     assert callable(kernel.flash_attn_with_kvcache)
-    out = kernel.flash_attn_varlen_func(
-        *packed(q, k, v), cu_seqlens_q=DOCUMENTS, cu_seqlens_k=DOCUMENTS, max_seqlen_q=7, max_seqlen_k=7,
-        causal=True, dropout_p=0.0, softmax_scale=D**-0.5,
-    )  # fmt: skip
-    return unpacked(out)
+    settings = {"causal": True, "dropout_p": 0.0, "softmax_scale": D**-0.5}
+    return unpacked(kernel.flash_attn_varlen_func(*packed(q, k, v), **DOCUMENTS, **settings))
 
 
 def transformers_sdpa(q, k, v):
@@ -268,11 +255,9 @@ def modded_nanogpt(q, k, v):
 
     @torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     def attend(q, k, v):
-        out = flash_attn_interface.flash_attn_varlen_func(
-            *packed(q, k, v), cu_seqlens_q=DOCUMENTS, cu_seqlens_k=DOCUMENTS, max_seqlen_q=7, max_seqlen_k=7,
-            causal=True, softmax_scale=D**-0.5, window_size=(4, 0),
-        )  # fmt: skip
-        return unpacked(out)
+        settings = {"causal": True, "softmax_scale": D**-0.5, "window_size": (4, 0)}
+        varlen = flash_attn_interface.flash_attn_varlen_func
+        return unpacked(varlen(*packed(q, k, v), **DOCUMENTS, **settings))
 
     return attend(q, k, v)
 
@@ -308,7 +293,6 @@ CALLS = {
 @pytest.fixture
 def launched(monkeypatch):
     """What ``python -m sagebwd.run`` does with all its options; without rounding, to compare tightly."""
-    report(clear=True)
     monkeypatch.setenv("LOCAL_KERNELS", ":".join(map(stand_in.hub_kernels, stand_in.HUB_KERNELS)))
     for library in stand_in.LIBRARIES:
         stand_in.install(library, EXACT)
@@ -316,7 +300,6 @@ def launched(monkeypatch):
         yield
     for library in stand_in.LIBRARIES:
         stand_in.uninstall(library)
-    report(clear=True)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
@@ -335,7 +318,7 @@ def test_a_call_trains_in_int8(launched, call):
     assert {row.kernels for row in report().rows} == {"reference"}
 
 
-# --- What does not run in INT8, or not at all --------------------------------------------------------------
+# --- What is refused, and recomputed -----------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.* runs in full precision, not in INT8:UserWarning")
@@ -353,7 +336,7 @@ def test_code_for_the_first_flash_attention_3_does_not_take_the_output_alone(lau
     import flash_attn_interface
 
     q, k, v = packed(*draw(*[(B, H, N, D)] * 3))
-    out = flash_attn_interface.flash_attn_varlen_func(q, k, v, rows(), rows(), N, N)
+    out = flash_attn_interface.flash_attn_varlen_func(q, k, v, **rows())
     with pytest.raises(RuntimeError, match="unflatten"):
         out[0].unflatten(0, (B, N))
 
@@ -370,8 +353,7 @@ def test_what_newer_flash_attention_has_is_computed_or_refused(launched, library
     function = getattr(importlib.import_module(library), name)
     tensors, cuts = nhd(*draw(*[(B, H, N, D)] * 3)), {}
     if "varlen" in name:
-        tensors, cuts = packed(*draw(*[(B, H, N, D)] * 3)), {"cu_seqlens_q": rows(), "cu_seqlens_k": rows()}
-        cuts |= {"max_seqlen_q": N, "max_seqlen_k": N}
+        tensors, cuts = packed(*draw(*[(B, H, N, D)] * 3)), rows()
     known = ASKED.keys() & inspect.signature(function).parameters.keys()
     assert len(known) >= 4
     for argument in known:
@@ -397,7 +379,6 @@ def test_checkpointing_recomputes_with_a_new_mask_and_the_same_autocast(use_reen
         return F.scaled_dot_product_attention(x, x, x, attn_mask=mask.to(x.dtype))
 
     gradients = []
-    report(clear=True)
     with torch_flash.patch_sdpa():
         for recompute in (False, True):
             with torch.autocast("cpu", torch.bfloat16):
@@ -406,4 +387,4 @@ def test_checkpointing_recomputes_with_a_new_mask_and_the_same_autocast(use_reen
             out.float().square().sum().backward()
             gradients.append(x.grad)
     assert torch.equal(*gradients)
-    assert {row.kernels for row in report(clear=True).rows} == {"reference"}
+    assert {row.kernels for row in report().rows} == {"reference"}

@@ -27,22 +27,14 @@ from tests.sagebwd.integrations.tiny_models import (
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_int8_a_model_trains_as_with_sdpa(name):
+def test_a_model_trains_as_with_sdpa_but_for_the_rounding_of_int8(name):
     model, tokens = make(name), draw_tokens(3, 33)
-    truth = train_step(model, "sdpa", input_ids=tokens, labels=tokens)
-    found = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    truth = train_step(model, "sdpa", **inputs)
+    found = train_step(model, "sagebwd-exact", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert relative_l2(found.logits, truth.logits) < EXACT
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
-
-
-@pytest.mark.parametrize(
-    ("name", "attention"), [*((name, "sagebwd") for name in MODELS), ("llama-gqa", "sagebwd-paper")]
-)
-def test_int8_costs_a_model_its_rounding_and_no_more(name, attention):
-    model, tokens = make(name), draw_tokens(2, 60)
-    truth = train_step(model, "sdpa", input_ids=tokens, labels=tokens)
-    found = train_step(model, attention, input_ids=tokens, labels=tokens)
+    found = train_step(model, "sagebwd", **inputs)
     assert found.loss == pytest.approx(truth.loss, rel=INT8_LOSS)
     assert EXACT < relative_l2(found.logits, truth.logits) < INT8_OUTPUT
     assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
@@ -60,17 +52,6 @@ def test_sinks_train_as_with_eager(is_padded):
     assert any(name.endswith("sinks") for name in truth.gradients)
     for attention, bound in (("sagebwd-exact", EXACT), ("sagebwd", INT8_GRADIENT)):
         assert_same_gradients(train_step(model, attention, **given).gradients, truth.gradients, bound)
-
-
-def test_a_decoder_with_is_causal_false_attends_in_both_directions():
-    model, tokens = make("llama-gqa"), draw_tokens(2, 20)
-    truth, found = (
-        train_step(model, attention, input_ids=tokens, labels=tokens, is_causal=False)
-        for attention in ("sdpa", "sagebwd-exact")
-    )
-    assert relative_l2(found.logits, truth.logits) < EXACT
-    causal = train_step(model, "sagebwd-exact", input_ids=tokens, labels=tokens)
-    assert relative_l2(causal.logits, truth.logits) > 0.1
 
 
 # Padding
@@ -112,17 +93,9 @@ def test_cross_attention_to_a_padded_source_is_as_with_sdpa(n_target):
     }
     torch.manual_seed(0)
     config = transformers.BartConfig(
-        vocab_size=VOCABULARY,
-        d_model=64,
-        dropout=0.0,
-        init_std=0.12,
-        **sizes,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=2,
-        forced_eos_token_id=2,
-    )
+        vocab_size=VOCABULARY, d_model=64, dropout=0.0, init_std=0.12, **sizes, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+    )  # fmt: skip
     model, inputs = transformers.BartForConditionalGeneration(config), padded("bart", "right")
     # As many target as source tokens, 33, is a trap: a hidden key must not hide the query in its place.
     inputs["labels"] = draw_tokens(3, n_target, seed=1)
@@ -151,16 +124,6 @@ def test_a_sliding_window_is_that_of_sdpa(name, side):
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
 
-def test_a_window_in_int8_costs_its_rounding_and_matters():
-    model, inputs = make("mistral", sliding_window=9), padded("mistral", "left")
-    truth = train_step(model, "sdpa", **inputs)
-    found = train_step(model, "sagebwd", **inputs)
-    assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
-    wide = train_step(make("mistral"), "sdpa", **inputs)
-    real = inputs["attention_mask"].bool()
-    assert relative_l2(wide.logits[real], truth.logits[real]) > 0.1
-
-
 def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_distances():
     model, inputs = make("mistral", sliding_window=9), padded("mistral", "right")
     inputs["attention_mask"][1, 10:14] = 0
@@ -173,18 +136,11 @@ def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_dist
     assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-# Hopper's own kernels have no windows, and say so.
-may_run_triton = pytest.mark.filterwarnings("ignore:sage_attention runs the Triton kernels:UserWarning")
-
-
 def to_gpu(inputs: dict[str, object]) -> dict[str, object]:
     return {name: x.to("cuda") if isinstance(x, Tensor) else x for name, x in inputs.items()}
 
 
 @pytest.mark.gpu
-@on_a_gpu
-@may_run_triton
 @pytest.mark.parametrize("how", ["even", "left", "right", "window", "positions", "cu_seq_lens"])
 def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
     name, window, side = ("mistral", {"sliding_window": 9}, "left") if how == "window" else ("qwen3", {}, how)
@@ -203,8 +159,6 @@ def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
 
 
 @pytest.mark.gpu
-@on_a_gpu
-@may_run_triton
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_a_gpu_masks_are_read_once_however_many_layers_there_are():
     waits = []
@@ -224,7 +178,6 @@ def test_on_a_gpu_masks_are_read_once_however_many_layers_there_are():
 
 
 @pytest.mark.gpu
-@on_a_gpu
 def test_on_a_gpu_fp32_falls_back():
     model, inputs = make("llama").to("cuda"), to_gpu(padded("llama", "left"))
     truth = train_step(model, "sdpa", **inputs)

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, masking_utils
+from transformers import AttentionInterface, BloomConfig, masking_utils
 
 from sagebwd import SageConfig, sage_attention
 from sagebwd.integrations.transformers import register
@@ -45,9 +45,6 @@ def test_a_name_that_means_something_else_is_refused(name, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, "mine", lambda: None)
     with pytest.raises(ValueError, match="name"):
         register(name)
-
-
-def test_a_config_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"pass a sagebwd\.SageConfig"):
         register("sagebwd-x", {"smooth_k": True})
 
@@ -216,6 +213,16 @@ def test_a_mask_that_is_neither_a_window_nor_documents_is_refused_or_made_in_ful
         prepare_mask(**image, local_size=7)
     seen = prepare_mask("sagebwd-or-full", **image)
     assert torch.equal(seen, prepare_mask("sdpa", **image, allow_is_causal_skip=False))
+
+
+def test_a_model_that_computes_attention_itself_gets_the_mask_of_eager():
+    """If it was not noticed when it was built."""
+    given = {"config": BloomConfig(), "attention_mask": torch.arange(6) > torch.tensor([[0], [-1]])}
+    with pytest.raises(NotImplementedError, match="attention that the model computes itself"):
+        prepare_mask(**given)
+    with pytest.warns(UserWarning, match="BloomModel runs in full precision, not in INT8"):
+        found = prepare_mask("sagebwd-or-full", **given)
+    assert torch.equal(found, prepare_mask("eager", **given))
 
 
 def test_recent_layouts_are_remembered_until_a_tensor_changes():

@@ -1,7 +1,5 @@
 """What tests of kernels share: which kernel sets each runs for, and fixtures that call and compare them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

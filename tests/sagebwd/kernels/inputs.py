@@ -1,7 +1,5 @@
 """Inputs of tests of kernels: extreme values, layouts, documents; and what the tests call their tensors."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -132,15 +130,6 @@ LAYOUTS = (
     every_other,
     lambda x: pad(x, (3, 4, 5, 6, 1, 1), value=torch.nan)[:, 1:-1, 5:-6, 3:-4],
 )
-
-#: Views of x (B, H, N, D), by name.
-VIEWS = {
-    "(B, N, H, D)": token_major,
-    "channels outside": lambda x: x.mT.contiguous().mT,
-    "slice": lambda x: x.repeat(1, 1, 2, 3)[:, :, : x.shape[2], : x.shape[3]],
-    "every third channel": lambda x: x.repeat_interleave(3, -1)[..., ::3],
-    "every other token": lambda x: x.repeat_interleave(2, 2)[:, :, ::2],
-}
 
 
 # --- Packed documents --------------------------------------------------------------------------------------

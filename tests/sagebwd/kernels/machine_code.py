@@ -1,7 +1,5 @@
 """What a compiler made of a kernel: registers, spills, shared memory, and the instructions."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,11 +1,10 @@
 """Ways to call attention with one kernel set, all of which must give the same bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from sagebwd import SageConfig, sage_attention
@@ -13,6 +12,19 @@ from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.window import Window
 
 Function = Callable[..., Tensor]
+
+
+class Watch(TorchDispatchMode):
+    """The names of the operators that run within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
 
 SAVED = [torch.ops.sagebwd.forward.default]
 
@@ -63,9 +75,7 @@ def ways(kernels: str) -> dict[str, Function]:
         "checkpoint": checkpointed(function, use_reentrant=False),
         "reentrant checkpoint": checkpointed(function, use_reentrant=True),
         "selective checkpoint": checkpointed(
-            function,
-            use_reentrant=False,
-            context_fn=lambda: create_selective_checkpoint_contexts(SAVED),
+            function, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(SAVED)
         ),
         "checkpointed operator": checkpointed(operator, use_reentrant=False),
         "vmap": lambda *inputs: torch.vmap(function)(*(x[None] for x in inputs))[0],

@@ -5,8 +5,6 @@ description in :data:`KERNEL_SETS`. :func:`over` gives it parameters that depend
 its like leave sets out. To test another kernel set, add its description.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -146,8 +144,9 @@ def needs(**settings: Any) -> pytest.MarkDecorator:
 
 
 def named(configs: Mapping[str, Any]) -> list[Any]:
-    """Values of a parameter with their names."""
-    return [pytest.param(value, id=name) for name, value in configs.items()]
+    """Values of a parameter, or tuples of several, with their names."""
+    rows = ((name, x if isinstance(x, tuple) else (x,)) for name, x in configs.items())
+    return [pytest.param(*values, id=name) for name, values in rows]
 
 
 #: Run the test for the emulated CUDA kernels, too.
@@ -167,19 +166,9 @@ every_head_dim = over("head_dim", lambda kernel_set: kernel_set.head_dims)
 causal_first = over("is_causal", lambda kernel_set: [True, False] if kernel_set.is_gpu else [True])
 full_first = over("is_causal", lambda kernel_set: [False, True] if kernel_set.is_gpu else [False])
 causal_and_full = pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "full"])
-fp16_and_bf16 = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 
 
 # --- Triton ------------------------------------------------------------------------------------------------
-
-
-def _without_gpu() -> str | None:
-    has_gpu = torch.cuda.is_available()
-    return "with a GPU at hand kernels are compiled, not interpreted" if has_gpu else None
-
-
-def _with_gpu() -> str | None:
-    return None if torch.cuda.is_available() else "there is no GPU"
 
 
 def boundaries_of(lengths: Iterable[int], first: int = 0) -> list[int]:
@@ -212,7 +201,7 @@ INTERPRETER = KernelSet(
     name="triton",
     device="cpu",
     gpu=None,
-    why_unavailable=_without_gpu,
+    why_unavailable=lambda: "a GPU is there: they are compiled" if torch.cuda.is_available() else None,
     head_dims=(32,),
     all_head_dims=(8, 80, 256),
     heads=(1, 1),
@@ -251,7 +240,7 @@ TRITON = replace(
     INTERPRETER,
     device="cuda",
     gpu=dispatch.ARCHITECTURES["8.0"],
-    why_unavailable=_with_gpu,
+    why_unavailable=lambda: None if torch.cuda.is_available() else "there is no GPU",
     all_head_dims=(8, 40, 64, 80, 128, 256),
     heads=(2, 1),
     short=(130, 200),
@@ -306,10 +295,6 @@ _CUDA_VARIANTS = {
     "token scales, unsigned_p, smooth_v": SageConfig(operand_scales="token", unsigned_p=True, smooth_v=True),
 }
 _MAIN_CUDA_VARIANTS = ("unsigned_p", "16-bit O, dV", "consistent", "strictly_causal")
-
-
-def _without_ampere() -> str | None:
-    return _without(lambda capability: capability >= dispatch.AMPERE)
 
 
 def without_hopper() -> str | None:
@@ -378,13 +363,7 @@ HOPPER = KernelSet(
         "S alone": without_int8("o", "dv", "dq", "dk"),
         "paper": SageConfig.paper(),
     },
-    main_variants=(
-        *_MAIN_CUDA_VARIANTS,
-        "16-bit dQ",
-        "consistent, 16-bit dQ",
-        "S alone",
-        "paper",
-    ),
+    main_variants=(*_MAIN_CUDA_VARIANTS, "16-bit dQ", "consistent, 16-bit dQ", "S alone", "paper"),
     another_config=SageConfig(smooth_v=True, unsigned_p=True),
     any_lengths=st.integers(1, 400),
     any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
@@ -421,7 +400,7 @@ AMPERE = replace(
     name="ampere",
     backward_kernels=(f"{backward_source(DEFAULT_CONFIG.tile(64), 64)}_kernel",),
     gpu=dispatch.ARCHITECTURES["8.0"],
-    why_unavailable=_without_ampere,
+    why_unavailable=lambda: _without(lambda capability: capability >= dispatch.AMPERE),
     all_head_dims=(8, 32, *HOPPER.all_head_dims),
     any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={

@@ -1,7 +1,5 @@
 """``SageConfig.strictly_causal`` in kernels: what the mask hides leaves no trace, not a bit."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -43,10 +41,7 @@ def leaks(kernels):
 SMALL_TILES = {"block_q": 64, "block_kv": 32}
 CUTS = (1, 31, 32, 33, 63, 64, 65, 98)
 #: tokens, cut, head size, heads, key heads, dtype
-FEW_SHAPES = (
-    (37, 20, 40, 4, 2, torch.bfloat16),
-    (33, 30, 256, 1, 1, torch.float16),
-)
+FEW_SHAPES = ((37, 20, 40, 4, 2, torch.bfloat16), (33, 30, 256, 1, 1, torch.float16))
 MORE_SHAPES = (
     (65, 64, 64, 2, 1, torch.float16),  # one token in the last tile of queries
     (131, 130, 64, 6, 1, torch.float16),
@@ -150,10 +145,16 @@ def poisoned_keys_and_values(kernel_set):
 
 @strict_only
 @over("name, poison", poisoned_keys_and_values)
-def test_every_query_that_sees_a_poisoned_token_shows_it(kernels, sample, name, poison):
-    inputs = dict(zip(INPUTS, sample(70), strict=True))
+@pytest.mark.parametrize(
+    ("mask", "first", "last"), [({"is_causal": True}, 40, 99), ({"window_size": (20, 5)}, 35, 60)]
+)
+def test_every_query_that_sees_a_poisoned_token_shows_it(kernels, sample, name, poison, mask, first, last):
+    """And no other does."""
+    inputs = dict(zip(INPUTS, sample(100), strict=True))
     inputs[name][..., 40, 3] = poison
-    result = kernels(*inputs.values(), is_causal=True, config=STRICT)
+    result = kernels(*inputs.values(), **mask, config=STRICT)
     for output in ("out", "dq"):
-        assert result[output][..., :40, :].isfinite().all()
-        assert result[output][..., 40:, :].isnan().all()
+        found = result[output][0, 0]
+        assert found[first : last + 1].isnan().all()
+        assert found[:first].isfinite().all()
+        assert found[last + 1 :].isfinite().all()

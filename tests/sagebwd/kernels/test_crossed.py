@@ -6,8 +6,6 @@ Two sequences where there are no documents, but for 256 channels; always two key
 each. One backward kernel for all gradients has more in hopper/test_on_cpu.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Packed documents: kernels give each document the bits that it gets alone, and nothing to anyone else."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -11,14 +9,7 @@ from torch.nn.functional import pad
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS
 from tests.sagebwd.kernels.inputs import NAMES, assert_bit_equal, boundary_arguments, clamped
-from tests.sagebwd.kernels.sets import (
-    BF16,
-    FP16,
-    emulated_too,
-    every_head_dim,
-    kernels_only,
-    over,
-)
+from tests.sagebwd.kernels.sets import BF16, FP16, emulated_too, every_head_dim, kernels_only, named, over
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -95,15 +86,25 @@ def test_without_keys_everything_is_zero(kernels, sample, boundaries, smooth_v, 
 # --- Leaks -------------------------------------------------------------------------------------------------
 
 
+#: Of the last two a kernel reads K where it is, and with it the beginning of the next document.
+POISONED = {
+    "default": SageConfig(),
+    "int8_scores": SageConfig.int8_scores(),
+    "int8_scores, not smoothed": SageConfig.int8_scores(smooth_k=False),
+}
+
+
 @emulated_too
+@over("config", lambda kernel_set: named(kernel_set.those_it_runs(POISONED)))
 @over("poison", lambda kernel_set: [torch.nan, torch.inf] if kernel_set.is_gpu else [torch.nan])
-def test_nothing_comes_from_outside_a_document(kernels, sample, poison):
-    inputs = sample(100, heads=2, kv_heads=1)
-    cu_seqlens = torch.tensor([10, 45, 90])
-    clean = kernels(*inputs, cu_seqlens=cu_seqlens)
+@every_head_dim
+def test_nothing_comes_from_outside_a_document(kernels, sample, config, poison, head_dim):
+    inputs = sample(100, heads=2, kv_heads=1, head_dim=head_dim)
+    settings = {"cu_seqlens": torch.tensor([10, 45, 90]), "config": config}
+    clean = kernels(*inputs, **settings)
     for x in inputs:
         x[..., :10, :] = x[..., 45:, :] = poison
-    poisoned = kernels(*inputs, cu_seqlens=cu_seqlens)
+    poisoned = kernels(*inputs, **settings)
     for name in NAMES:
         assert torch.equal(poisoned[name][..., :45, :], clean[name][..., :45, :]), name
         assert poisoned[name][..., 45:90, :].isnan().all(), name

@@ -1,7 +1,5 @@
 """Values at the edges: NaN and Inf, the largest and the smallest."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 
@@ -18,7 +16,10 @@ from tests.sagebwd.kernels.inputs import (
     POISONS,
     alternating,
     constant,
+    outlier_value,
     poison_one,
+    rows_far_apart,
+    tiny_grad_out,
 )
 from tests.sagebwd.kernels.sets import (
     BF16,
@@ -127,44 +128,33 @@ def test_nan_and_inf_reach_every_output_that_depends_on_them(
         assert torch.equal(result[x].isnan(), wanted[x].isnan()), x
 
 
-every_input = pytest.mark.parametrize("name", INPUTS)
-every_poison = pytest.mark.parametrize("poison", POISONS, ids=str)
-
-
-@on_gpu
-@every_poison
-@pytest.mark.parametrize("token", [0, 69, 139])
-@causal_and_full
-@every_head_dim
-def test_nan_and_inf_in_smoothed_values(
-    kernels, attend_reference, sample, poison, token, is_causal, head_dim
-):
-    """By way of the mean they reach all queries of the heads that share them; no other head, and not dV."""
-    inputs = sample(140, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
-    inputs[2][1, 0, token, 3] = poison
-    options = {"is_causal": is_causal, "config": SageConfig(smooth_v=True)}
-    found, wanted = (attention(*inputs, **options) for attention in (kernels, attend_reference))
-    for name, heads in (("out", 2), ("dq", 2), ("dk", 1), ("dv", 0)):
-        reached = torch.zeros_like(found[name], dtype=torch.bool)
-        reached[1, :heads] = True
-        assert torch.equal(found[name].isnan(), reached), name
-        assert torch.equal(wanted[name].isnan(), reached), name
-        assert not found[name].isinf().any(), name
+def one_sequence_and_group(kernel_set):
+    """name, poison, token, is_causal."""
+    if kernel_set.is_gpu:
+        return list(product(("k", "v"), POISONS, (0, 69, 139), (False, True)))
+    return [("k", torch.nan, 7, False)] + ([] if kernel_set.is_emulated else [("v", torch.inf, 39, True)])
 
 
 @emulated_too
+@over("name, poison, token, is_causal", one_sequence_and_group)
 @every_head_dim
-def test_another_batch_and_another_group_stay_clean(kernels, sample, kernel_set, head_dim):
-    """A poisoned key of batch 1, head 0 shows in the two query heads that share it, and nowhere else."""
+def test_another_batch_and_another_group_stay_clean(
+    kernels, sample, kernel_set, name, poison, token, is_causal, head_dim
+):
+    """A poisoned key of batch 1, head 0 shows in the heads that share it, and nowhere else.
+
+    So does a value by way of the mean that is subtracted, but for dV.
+    """
     n = 140 if kernel_set.is_gpu else 40
     inputs = sample(n, batch=2, heads=4, kv_heads=2, head_dim=head_dim)
-    inputs[1][1, 0, 7, 3] = torch.nan
-    result = kernels(*inputs)
-    for name in NAMES:
-        poisoned = torch.zeros_like(result[name], dtype=torch.bool)
-        poisoned[1, : 2 if name in ("out", "dq") else 1] = True
-        assert torch.equal(result[name].isnan(), poisoned), name
-        assert not result[name].isinf().any(), name
+    inputs[INPUTS.index(name)][1, 0, token, 3] = poison
+    config = SageConfig(smooth_v=name == "v")
+    result = kernels(*inputs, config=config, is_causal=is_causal)
+    for output, heads in (("out", 2), ("dq", 2), ("dk", 1), ("dv", 0 if name == "v" else 1)):
+        poisoned = torch.zeros_like(result[output], dtype=torch.bool)
+        poisoned[1, :heads] = True
+        assert torch.equal(result[output].isnan(), poisoned), output
+        assert not result[output].isinf().any(), output
 
 
 @needs(operand_scales="token", int8_matmuls=MATMULS)
@@ -246,11 +236,9 @@ def test_fp32_sums_that_overflow_are_nan(kernels, config, head_dim):
 
 # --- Small values ------------------------------------------------------------------------------------------
 
-few_and_many_tokens = over("n", lambda kernel_set: [40, 140] if kernel_set.is_gpu else [40])
-
 
 @every_config
-@few_and_many_tokens
+@over("n", lambda kernel_set: [40, 140] if kernel_set.is_gpu else [40])
 @every_head_dim
 def test_subnormal_values_of_fp16_count(kernels, attend_reference, sample, config, n, head_dim):
     """2⁻²⁰ times Gaussian, in steps of 2⁻²⁴. fp32 holds them exactly; results may differ by one step."""
@@ -277,6 +265,31 @@ def test_gradients_scale_with_grad_out_bit_for_bit(
     plain = kernels(*inputs, grad_out, **options)
     for name in GRADIENTS:
         assert torch.equal(scaled[name], 2.0**exponent * plain[name]), name
+
+
+# --- dP in fp16, where V and dO differ most in size ---------------------------------------------------------
+
+
+@emulated_too
+@needs(dp_fp16_accumulation=True)
+@pytest.mark.parametrize("values", [tiny_grad_out, rows_far_apart, outlier_value])
+@every_head_dim
+def test_sizes_far_apart_in_bf16(check, attend_reference, sample, values, head_dim):
+    """The kernels convert V and dO; queries with the smaller dO are compared on their own."""
+    inputs = [x.bfloat16() for x in values(*sample(201, head_dim=head_dim, dtype=torch.float32))]
+    options = {"config": SageConfig(dp_fp16_accumulation=True), "is_causal": True}
+    found = check(inputs, **options)
+    wanted = attend_reference(*inputs, saved_out=found["out"], **options)
+    assert relative_l2(found["dq"][..., ::2, :], wanted["dq"][..., ::2, :]) < 8e-3
+
+
+@emulated_too
+@needs(dp_fp16_accumulation=True)
+def test_a_grad_out_without_a_scale_counts_as_zero(check, sample):
+    """Its scale in INT8 would be subnormal. That of V is so large that dP would be normal."""
+    q, k, v, grad_out = sample(130, head_dim=128, dtype=torch.float32)
+    inputs = [x.bfloat16() for x in (q, k, 2.0**110 * v, 2.0**-122 * grad_out)]
+    check(inputs, config=SageConfig(dp_fp16_accumulation=True), is_causal=True)
 
 
 @on_gpu

@@ -1,7 +1,5 @@
 """What only a GPU shows: results that never vary, long sequences, large tensors, memory; `-m gpu`."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import threading
@@ -9,9 +7,7 @@ import threading
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from sagebwd import explain, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.layout import block_count
 from sagebwd.metrics import relative_l2
@@ -30,7 +26,6 @@ pytestmark = [
 ]
 
 GIB = 2**30
-whole_and_packed = pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +38,6 @@ def give_memory_back():
 @pytest.fixture
 def causal(kernel_set):
     return operators.attention(kernel_set.name)
-
-
-@pytest.fixture
-def full(kernel_set):
-    return operators.attention(kernel_set.name, is_causal=False)
 
 
 def draw_on_gpu(batch, heads, tokens, head_dim, *, dtype=torch.bfloat16, n=4):
@@ -127,11 +117,24 @@ def test_threads_at_once(causal, sample_on_device):
             assert_same_lists(result, wanted[head_dim])
 
 
-@whole_and_packed
+@pytest.fixture(params=["whole", "packed", "masked"])
+def kind(request, kernel_set, device):
+    """(attention, a tensor that says who sees whom, another such tensor), of 300 tokens in a batch of one.
+
+    The mask is additive: its values decide.
+    """
+    if request.param == "packed":
+        boundaries, others = (torch.tensor(x, device=device) for x in ([0, 65, 65, 300], [0, 10, 200, 300]))
+        return operators.attention(kernel_set.name, cu_seqlens=boundaries), boundaries, others
+    mask, other = (torch.where(torch.arange(300, device=device) < n, 0.0, -torch.inf) for n in (300, 41))
+    if request.param == "masked":
+        return operators.attention(kernel_set.name, attn_mask=mask[None, None, None]), mask, other
+    return operators.attention(kernel_set.name), mask, mask
+
+
 @every_head_dim
-def test_cuda_graphs_replay_with_new_inputs(sample_on_device, kernel_set, device, is_packed, head_dim):
-    cu_seqlens = torch.tensor([0, 65, 65, 300], device=device) if is_packed else None
-    attend = operators.attention(kernel_set.name, cu_seqlens=cu_seqlens)
+def test_cuda_graphs_replay_with_new_inputs(sample_on_device, kind, head_dim):
+    attend, seen, others_seen = kind
     inputs, fresh = (
         sample_on_device(300, heads=4, kv_heads=2, head_dim=head_dim, seed=seed) for seed in (0, 1)
     )
@@ -143,62 +146,23 @@ def test_cuda_graphs_replay_with_new_inputs(sample_on_device, kernel_set, device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = gradients(attend, *inputs)
-    for x, new in zip(inputs, fresh, strict=True):
+    for x, new in zip((*inputs, seen), (*fresh, others_seen), strict=True):
         x.copy_(new)
-    if is_packed:
-        cu_seqlens.copy_(torch.tensor([0, 10, 200, 300]))
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
         assert_same_lists(captured, gradients(attend, *fresh))
 
 
-@whole_and_packed
-def test_neither_pass_waits_for_the_device(sample_on_device, kernel_set, device, is_packed):
-    cu_seqlens = torch.tensor([0, 65, 65, 300], device=device) if is_packed else None
-    attend = operators.attention(kernel_set.name, is_causal=False, cu_seqlens=cu_seqlens)
+def test_neither_pass_waits_for_the_device(sample_on_device, kind):
     inputs = sample_on_device(300, head_dim=64)
-    wanted = gradients(attend, *inputs)  # compiles the kernels
+    wanted = gradients(kind[0], *inputs)  # compiles the kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = gradients(attend, *inputs)
+        found = gradients(kind[0], *inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert_same_lists(found, wanted)
-
-
-def test_a_mask_never_waits_for_the_device(sample_on_device, kernel_set, device):
-    """An additive one, whose values decide; eagerly, and replayed as a CUDA graph with another mask."""
-    *inputs, grad_out = sample_on_device(300, batch=2, heads=2)
-    leaves = [x.requires_grad_() for x in inputs]
-    lengths = torch.tensor([[300], [177]], device=device)
-    mask = torch.where(torch.arange(300, device=device) < lengths, 0.0, -torch.inf)[:, None, None]
-
-    def step():
-        out = sage_attention(*leaves, mask, is_causal=True, kernels=kernel_set.name)
-        # Without its graph, whose nodes belong to the stream that they were made on.
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()  # compiles the kernels
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    mask[0, ..., 41:] = -torch.inf
-    graph.replay()
-    torch.cuda.synchronize()
-    for x, wanted in zip(captured, step(), strict=True):
-        assert torch.equal(x, wanted)
-        assert not x[0, :, 41:].any()
-        assert x[0, :, :41].any()
 
 
 @every_head_dim
@@ -233,29 +197,21 @@ def make_room(kernel_set):
     return make_room
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(4224, 4096), (139_264, 130)], ids=["long", "wide"])
-def test_the_last_of_many_heads(causal, make_room, heads, tokens):
+@pytest.mark.parametrize(
+    ("batch", "heads", "tokens"),
+    [(1, 4224, 4096), (1, 139_264, 130), (2112, 8, 1024)],
+    ids=["long", "wide", "many"],
+)
+def test_the_last_head_of_a_large_tensor(causal, make_room, batch, heads, tokens):
     """The same bits as alone. In the wide tensor one token lies more than 2²⁴ elements from the next.
 
     Its blocks are half empty: Ampere takes 81 GiB for it, Hopper 64; for the long one 60 and 50.
     """
-    make_room(heads, tokens, 128)
-    inputs = draw_on_gpu(1, heads, tokens, 128)
+    make_room(batch * heads, tokens, 128)
+    inputs = draw_on_gpu(batch, heads, tokens, 128)
     assert inputs[0].numel() > 2**31
-    found = [x[:, -1:].clone() for x in gradients(causal, *inputs)]
-    last = [x[:, -1:].clone() for x in inputs]
-    del inputs
-    assert_same_lists(found, gradients(causal, *last))
-
-
-def test_the_last_of_many_sequences(causal, make_room):
-    """Heads before tokens in memory."""
-    make_room(2112 * 8, 1024, 128)
-    inputs = [x.transpose(1, 2) for x in draw_on_gpu(2112, 1024, 8, 128)]
-    assert inputs[0].is_contiguous()
-    assert inputs[0].numel() > 2**31
-    found = [x[-1:].clone() for x in gradients(causal, *inputs)]
-    last = [x[-1:].clone() for x in inputs]
+    found = [x[-1:, -1:].clone() for x in gradients(causal, *inputs)]
+    last = [x[-1:, -1:].clone() for x in inputs]
     del inputs
     assert_same_lists(found, gradients(causal, *last))
 
@@ -286,7 +242,7 @@ def peak_memory(function, tokens):
     return torch.cuda.max_memory_allocated() - before
 
 
-@whole_and_packed
+@pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
 def test_memory_grows_with_the_tokens_not_with_their_square(kernel_set, is_packed):
     def peak(tokens):
         cu_seqlens = torch.arange(0, tokens + 1, 1024, device="cuda") if is_packed else None
@@ -320,23 +276,11 @@ def test_more_work_tiles_than_ctas(
 # --- What runs ---------------------------------------------------------------------------------------------
 
 
-class Operators(TorchDispatchMode):
-    """The names of all operators that were called."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.filterwarnings("ignore:.*[Pp]rofiler:UserWarning")
 def test_the_kernels_run_and_nothing_else_that_attends(causal, kernel_set):
     inputs = draw_on_gpu(1, 2, 300, 64)
     gradients(causal, *inputs)  # compiles them
-    with Operators() as called:
+    with operators.Watch() as called:
         gradients(causal, *inputs)
     assert called.names.count("sagebwd::forward") == 1
     assert called.names.count("sagebwd::backward") == 1
@@ -346,12 +290,3 @@ def test_the_kernels_run_and_nothing_else_that_attends(causal, kernel_set):
         torch.cuda.synchronize()
     kernels = {event.key.lstrip("_") for event in profile.key_averages()}  # Hopper's have names of their own
     assert kernels >= {"forward_kernel", *kernel_set.backward_kernels}
-
-
-@every_head_dim
-def test_without_a_name_the_kernels_run_that_explain_names(sample_on_device, head_dim):
-    inputs = sample_on_device(300, head_dim=head_dim)
-    chosen = explain(inputs[0]).kernels
-    assert chosen in ("hopper", "ampere", "triton")
-    unnamed = operators.attention(None)
-    assert_same_lists(gradients(unnamed, *inputs), gradients(operators.attention(chosen), *inputs))

@@ -1,12 +1,9 @@
 """How many kernels a call launches, and what else a GPU is asked to do; nothing runs on one."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.interface import AttentionParams
@@ -14,38 +11,27 @@ from sagebwd.kernels.cuda import launch, plan
 from sagebwd.kernels.hopper import attention as hopper
 from sagebwd.kernels.hopper import tensor_map
 from sagebwd.window import CAUSAL
+from tests.sagebwd.kernels.operators import Watch
 
 PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, "hopper", pack_for_backward=True)
 #: Operators that take or describe memory, and launch nothing.
 LAUNCH_NOTHING = ("empty", "view", "transpose", "detach", "expand")
 
 
-class Operators(TorchDispatchMode):
-    """The names of the operators that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        self.names.append(str(operator.overloadpacket))
-        return operator(*args, **(kwargs or {}))
-
-    @property
-    def launching(self):
-        return [name for name in self.names if not any(word in name for word in LAUNCH_NOTHING)]
-
-
 def count(forward, backward, launched, sample):
     """The kernels and launching operators of a forward, and those of a backward."""
     *qkv, grad_out = sample
-    with Operators() as ran:
+    with Watch() as forward_ran:
         saved = forward(*qkv, PARAMS)
-    first = ([*launched], ran.launching)
+    first = [*launched]
     launched.clear()
-    with Operators() as ran:
+    with Watch() as backward_ran:
         backward(grad_out, *qkv, saved, PARAMS)
-    return first, ([*launched], ran.launching)
+    first_others, others = (
+        [name for name in ran.names if not any(word in name for word in LAUNCH_NOTHING)]
+        for ran in (forward_ran, backward_ran)
+    )
+    return (first, first_others), ([*launched], others)
 
 
 @pytest.fixture

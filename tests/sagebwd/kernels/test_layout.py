@@ -1,7 +1,5 @@
 """Axes: blocks of tokens, which belong to one document each."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

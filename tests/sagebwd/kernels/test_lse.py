@@ -3,8 +3,6 @@
 The truth is autograd's, in float64. CUDA kernels run as C++ where there is no GPU.
 """
 
-from __future__ import annotations
-
 import functools
 from itertools import pairwise
 
@@ -173,6 +171,7 @@ def test_sinks(kernels, mask):
 
     leaves[3] = leaves[3].double()  # of any dtype
     out, lse = function(*(x.to(kernels[1]) for x in leaves))
+    assert out.dtype == leaves[0].dtype
     assert_close_by_key_head("out", out.cpu(), wanted_out, (0.02, 0.025))
     assert relative_l2(lse.cpu(), wanted_lse) < 0.01
     found = gradients(function, leaves, **loss, device=kernels[1])

@@ -84,6 +84,19 @@ def test_a_mask_goes_with_sharded_heads(draw, shard, placements):
         sage_attention(*parts, key_padding_mask=keep, enable_gqa=True)
 
 
+def test_sinks_are_sharded_as_the_heads_are(draw, shard):
+    q, k, v, _ = draw(20, batch=4, heads=4, kv_heads=2, head_dim=16)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0])
+    leaves = [shard(x, (WHOLE, HEADS)) for x in (q, k, v)] + [shard(sinks, (WHOLE, Shard(0)))]
+    results = []
+    for own in (leaves, [x.to_local() for x in leaves]):
+        *qkv, sinks = (x.detach().requires_grad_() for x in own)
+        out = sage_attention(*qkv, sinks=sinks, is_causal=True, enable_gqa=True)
+        results.append(torch.autograd.grad(out.sum(), [*qkv, sinks]))
+    for found, wanted in zip(*results, strict=True):
+        assert torch.equal(found.to_local(), wanted)
+
+
 def test_packed_k_and_v_are_not_sharded(draw, shard):
     q, *_ = draw(20, batch=4, head_dim=16)
     part = shard(q, (BATCH, WHOLE))

@@ -1,7 +1,5 @@
 """Sliding windows in kernels, against the reference; and what a window must not change."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -10,8 +8,7 @@ import torch
 from sagebwd import SageConfig, sage_attention
 from sagebwd.config import MATMULS, PRESETS
 from tests.inputs import assert_same
-from tests.sagebwd.kernels.inputs import assert_bit_equal
-from tests.sagebwd.kernels.sets import named, needs, over, reference_first
+from tests.sagebwd.kernels.sets import needs, over, reference_first
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -66,21 +63,6 @@ def test_windows(check, sample, n_q, n_kv, window_size, config, head_dim):
         assert not found[name][:, :, without_keys].any()
 
 
-@over(
-    "config",
-    lambda kernel_set: named(
-        kernel_set.those_it_runs(CONFIGS) if kernel_set.is_gpu else {"default": SageConfig()}
-    ),
-)
-def test_a_window_that_hides_nothing_changes_no_bit(kernels, sample, kernel_set, config):
-    inputs = sample(*kernel_set.short)
-    n_q, n_kv = kernel_set.short
-    plain, causal = (kernels(*inputs, config=config, is_causal=is_causal) for is_causal in (False, True))
-    assert_bit_equal(kernels(*inputs, config=config, window_size=(n_q - 1, n_kv)), plain)
-    assert_bit_equal(kernels(*inputs, config=config, window_size=(-1, 0)), causal)
-    assert_bit_equal(kernels(*inputs, config=config, is_causal=True, window_size=(10**9, 3)), causal)
-
-
 @needs(operand_scales="token")
 @over("changes", lambda kernel_set: [["NaN"]] + ([["other values"]] if kernel_set.is_gpu else []))
 def test_strictly_causal_tokens_outside_a_window_leave_no_trace(kernels, sample, changes):
@@ -100,17 +82,6 @@ def test_strictly_causal_tokens_outside_a_window_leave_no_trace(kernels, sample,
             assert torch.equal(x, y), name
 
 
-@needs(operand_scales="token")
-def test_the_queries_that_see_a_poisoned_key_show_it(kernels, sample):
-    inputs = sample(100)
-    inputs[1][..., 50, 3] = torch.nan
-    result = kernels(*inputs, window_size=(20, 5), config=SageConfig.strictly_causal())
-    for name in ("out", "dq"):
-        assert result[name][:, :, 45:71].isnan().all()
-        assert result[name][:, :, :45].isfinite().all()
-        assert result[name][:, :, 71:].isfinite().all()
-
-
 # --- PyTorch -----------------------------------------------------------------------------------------------
 
 
@@ -124,7 +95,7 @@ def test_compiled_equals_eager(sample_on_device, compiled, kernel_set, backend):
 
     inputs = sample_on_device(40)
     function = compiled(attend, backend)
-    for window_size in ((5, 2), (9, 0), (60, 60)):
+    for window_size in ((5, 2), (9, 0), (60, 60), (2**31 - 1, 0)):
         results = []
         for call in (function, attend):
             leaves = [x.detach().requires_grad_() for x in inputs[:3]]

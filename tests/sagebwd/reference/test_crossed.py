@@ -1,7 +1,5 @@
 """The reference against float64 attention: presets × packed documents × groups × masks, at random."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st

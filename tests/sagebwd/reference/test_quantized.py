@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from sagebwd import SageConfig
 from sagebwd.config import DEFAULT_CONFIG, MATMULS, PRESETS
 from sagebwd.metrics import relative_l2
-from sagebwd.reference import attention
+from sagebwd.reference import attention, exact_attention
 from tests.inputs import gradients
 from tests.sagebwd.kernels.inputs import outlier_value, rows_far_apart, tiny_grad_out
 
@@ -27,12 +27,12 @@ CONFIGS = [*(SageConfig(**settings) for settings in SETTINGS), *PRESETS.values()
 
 
 @pytest.fixture
-def errors(exact):
+def errors():
     """Relative L2 of out, dq, dk, dv (in this order) against float64 attention."""
 
     def errors(inputs, config=DEFAULT_CONFIG, *, is_causal=False, window_size=(-1, -1)):
         mask = {"is_causal": is_causal, "window_size": window_size}
-        wanted = exact(*inputs, **mask)
+        wanted = vars(exact_attention(*inputs, **mask))
         result = attention(*inputs, config=config, **mask)
         return [relative_l2(getattr(result, name), wanted[name]) for name in NAMES]
 
@@ -95,9 +95,9 @@ def test_delta_takes_the_output_as_the_forward_rounded_it(draw, dtype):
 
 @pytest.mark.parametrize(("sigma", "smooth_k"), [(1, True), (3, False), (8, True)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_without_int8_the_error_is_within_twice_that_of_torchs_attention(draw, exact, dtype, sigma, smooth_k):
+def test_without_int8_the_error_is_within_twice_that_of_torchs_attention(draw, dtype, sigma, smooth_k):
     inputs = draw(150, head_dim=32, dtype=dtype, sigma=sigma)
-    wanted = exact(*inputs, is_causal=True)
+    wanted = vars(exact_attention(*inputs, is_causal=True))
     result = attention(*inputs, is_causal=True, config=SageConfig(int8_matmuls=(), smooth_k=smooth_k))
     torchs = gradients(scaled_dot_product_attention, *inputs, is_causal=True)
     for name, x in zip(NAMES, torchs, strict=True):
@@ -134,10 +134,10 @@ def test_the_largest_sums_of_dp_do_not_overflow_fp16(head_dim, size):
 
 @pytest.mark.parametrize("values", [lambda *x: x, tiny_grad_out, rows_far_apart, outlier_value])
 @pytest.mark.parametrize(("preset", "head_dim"), [("default", 128), ("paper", 64), ("strictly_causal", 256)])
-def test_with_dp_in_fp16_no_gradient_errs_a_tenth_more(draw, exact, values, preset, head_dim):
+def test_with_dp_in_fp16_no_gradient_errs_a_tenth_more(draw, values, preset, head_dim):
     """Against float64; of dQ, queries with the smaller dO alone, too."""
     inputs = [x.bfloat16() for x in values(*draw(201, head_dim=head_dim, batch=1))]
-    wanted = exact(*inputs, is_causal=True)
+    wanted = vars(exact_attention(*inputs, is_causal=True))
     results = [
         attention(*inputs, is_causal=True, config=replace(PRESETS[preset], dp_fp16_accumulation=on))
         for on in (False, True)

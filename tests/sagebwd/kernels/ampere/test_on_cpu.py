@@ -3,8 +3,6 @@
 That they are right is tested as for the other kernel sets: see ``EMULATED`` in sets.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What NVRTC makes of the sources for GPUs since Ampere: registers, spills, shared memory; needs no GPU."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

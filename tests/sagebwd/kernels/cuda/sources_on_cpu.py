@@ -1,7 +1,5 @@
 """Compiles CUDA sources as C++ for the CPU; headers in on_cpu/ stand in for those of GPU instructions."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

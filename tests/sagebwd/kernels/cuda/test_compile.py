@@ -1,7 +1,5 @@
 """Compiling with NVRTC, and the cache on disk; none of it needs a GPU."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

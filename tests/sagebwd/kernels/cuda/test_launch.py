@@ -1,7 +1,5 @@
 """What is handed to the driver, and when kernels are loaded; the last part needs a GPU, of any kind."""
 
-from __future__ import annotations
-
 import ctypes
 import enum
 import struct
@@ -18,7 +16,6 @@ from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.cuda.launch import Driver, Kernel, start_loading
 from sagebwd.kernels.cuda.plan import Plan
-from sagebwd.kernels.layout import Segments
 
 #: More dynamic shared memory than 48 KiB, so that it must be asked for; every GPU since Ampere has it.
 SHARED_BYTES = 96 * 1024
@@ -258,15 +255,15 @@ def test_a_kernel_that_is_not_loaded_is_named(fails, loads):
 
 @pytest.fixture
 def minimal(sources, cache, architecture):
-    """minimal(name, VALUE=…) -> a kernel of minimal.cu."""
+    """minimal(value) -> the kernel of minimal.cu."""
     sources = Sources(architecture, sources.folders)
-    return lambda name, **defines: start_loading(sources, "minimal", name, SHARED_BYTES, **defines)()
+    return lambda value: start_loading(sources, "minimal", "store_kernel", SHARED_BYTES, VALUE=value)()
 
 
 @pytest.mark.gpu
 def test_launches_on_the_current_stream_and_in_graphs(minimal):
     x = torch.zeros(1000, dtype=torch.int32, device="cuda")
-    store = minimal("store_kernel", VALUE=4)
+    store = minimal(4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # on a stream of its own, and the kernel's first launch
         start(store, 1, 128, x, 900)
@@ -285,22 +282,11 @@ def test_launches_on_the_current_stream_and_in_graphs(minimal):
 
 
 @pytest.mark.gpu
-def test_structures_arrive(minimal):
-    x = torch.zeros(1, 1, 2, 256, device="cuda").transpose(2, 3)
-    starts = torch.tensor([0, 6], dtype=torch.int32, device="cuda")
-    structures = minimal("structures_kernel", VALUE=0)
-    segments = CSegments.of(Segments(starts, starts, starts))
-    start(structures, 1, 128, CTokenTensor.of(x.transpose(2, 3)), segments, None, 0.5)
-    assert x[0, 0, :128, 0].eq(0.5 * 6 + 512).all()
-    assert not x[0, 0, 128:].any()
-
-
-@pytest.mark.gpu
 def test_loads_in_a_new_thread(minimal):
     """Which has no context of CUDA: autograd runs the first backward in a thread of its own."""
     x = torch.zeros(100, dtype=torch.int32, device="cuda")
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(lambda: start(minimal("store_kernel", VALUE=2), 1, 128, x, 100)).result()
+        pool.submit(lambda: start(minimal(2), 1, 128, x, 100)).result()
     torch.cuda.synchronize()
     assert x.eq(3).all()
 
@@ -308,9 +294,9 @@ def test_loads_in_a_new_thread(minimal):
 @pytest.mark.gpu
 def test_errors_of_the_driver_are_named(minimal):
     with pytest.raises(RuntimeError, match="store_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        start(minimal("store_kernel", VALUE=1), 1, 4096, None, 0)
+        start(minimal(1), 1, 4096, None, 0)
     with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
-        start(minimal("store_kernel", VALUE=1), 1, 128, None, None)
+        start(minimal(1), 1, 128, None, None)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,5 @@
 """Kernels are compiled side by side, before they are needed: the backward's, and those that are prepared."""
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 

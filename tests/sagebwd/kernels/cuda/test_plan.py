@@ -1,7 +1,5 @@
 """What is worked out once for a signature must hold for every call: addresses, memory, threads, bounds."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 import threading

@@ -3,8 +3,6 @@
 That arguments are those of the sources shows where these are compiled for the CPU, see test_crossed.py.
 """
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 
@@ -18,11 +16,7 @@ from sagebwd.kernels.hopper.tensor_map import mappable
 
 # --- Python and CUDA agree ---------------------------------------------------------------------------------
 
-MACROS_OF_SHAPES = {
-    "": {},
-    "P_16BIT": {"P_16BIT": True},
-    "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True},
-}
+MACROS_OF_SHAPES = {"": {}, "P_16BIT": {"P_16BIT": True}, "DK_16BIT": {"P_16BIT": True, "DK_16BIT": True}}
 
 
 def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):

@@ -3,8 +3,6 @@
 That they are right is tested as for the other kernel sets: see ``EMULATED`` in sets.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.hopper import attention as hopper
 from tests.inputs import gradients
-from tests.sagebwd.kernels.inputs import NAMES, VIEWS, token_major
+from tests.sagebwd.kernels.inputs import NAMES, token_major
 from tests.sagebwd.kernels.operators import attention
 from tests.sagebwd.kernels.sets import FP16, boundaries_of, emulated_too, only, without_int8
 
@@ -114,44 +112,6 @@ def test_in_either_order_of_keys_that_of_threads_changes_nothing(kernel_set, in_
     inputs = draw(270, batch=1, heads=2, kv_heads=1, head_dim=64, dtype=FP16)
     function = attention(kernel_set.name, config=S_ALONE)
     in_all_orders(lambda: gradients(function, *inputs))
-
-
-# --- K in 16 bits, read where it is ------------------------------------------------------------------------
-
-LAYOUTS = {**VIEWS, "tokens not aligned": lambda k: torch.cat((k[..., :1], k), -1)[..., 1:]}
-PACKED = {"cu_seqlens": torch.tensor(boundaries_of((129, 0, 40, 1)))}
-#: (settings, head size, mask)
-READ_IN_PLACE = {
-    "causal": (S_ALONE, 64, CAUSAL),
-    "window, padded channels": (ONE_BACKWARD, 72, {"window_size": (70, 3)}),
-    "not smoothed, packed": (without_int8("o", "dv", "dq", "dk", smooth_k=False), 128, PACKED),
-}
-
-
-@pytest.mark.parametrize("case", READ_IN_PLACE.values(), ids=READ_IN_PLACE.keys())
-def test_the_layout_of_k_changes_nothing(kernel_set, draw, case):
-    config, head_dim, mask = case
-    q, k, v, grad_out = draw(170, batch=1, heads=2, kv_heads=2, head_dim=head_dim, dtype=FP16)
-    function = attention(kernel_set.name, config=config, **mask)
-    alike = k[:, :1].expand_as(k)
-    for values, layouts in ((k, LAYOUTS), (alike.contiguous(), {"one head for all": lambda _: alike})):
-        wanted = gradients(function, q, values, v, grad_out)
-        for name, layout in layouts.items():
-            assert all(map(torch.equal, gradients(function, q, layout(k), v, grad_out), wanted)), name
-
-
-@pytest.mark.parametrize(("head_dim", "smooth_k"), [(64, True), (128, False)])
-def test_k_of_the_next_document_is_cleared(kernels, sample, smooth_k, head_dim):
-    """It lies in the same box; 0 times NaN would show."""
-    inputs = sample(200, heads=2, kv_heads=1, head_dim=head_dim)
-    config = without_int8("o", "dv", "dq", "dk", smooth_k=smooth_k)
-    settings = {"cu_seqlens": torch.tensor([0, 70, 200]), "config": config}
-    clean = kernels(*inputs, **settings)
-    for x in inputs:
-        x[..., 70:, :] = torch.nan
-    poisoned = kernels(*inputs, **settings)
-    for name in NAMES:
-        assert torch.equal(poisoned[name][..., :70, :], clean[name][..., :70, :]), name
 
 
 # --- What is saved -----------------------------------------------------------------------------------------

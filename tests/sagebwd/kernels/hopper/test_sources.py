@@ -1,7 +1,5 @@
 """What NVRTC makes of the sources for Hopper: spills, serialized products, types; needs no GPU."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 
@@ -36,11 +34,12 @@ def entries():
 MACROS = {
     "forward": (
         (), ("SMOOTH_V",), ("P_16BIT",), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("IS_WINDOWED",),
-        ("IS_WINDOWED", "TOKEN_SCALES"), ("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES"),
+        ("IS_WINDOWED", "TOKEN_SCALES"), ("UNSIGNED_P",), ("SCALES_OF_TILES",),
+        ("IS_WINDOWED", "SCALES_OF_TILES", "UNSIGNED_P"),
     ),
     "dk_dv": (
         (), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
-        ("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES"),
+        ("UNSIGNED_P",), ("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES", "UNSIGNED_P"),
     ),
     "dq": (
         (), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
@@ -103,11 +102,16 @@ def variants():
 @needs_nvrtc
 @pytest.mark.parametrize(("source", "defines"), list(variants()))
 def test_kernels_compile_without_spills(source, defines):
+    """Also P, and nothing else, is unsigned in its products: in steps of 32 tokens for 64 channels each."""
     code = MachineCode(SOURCES, source, defines)
     for name in (name for file, name in entries() if file == source):
         assert f".text.{name}".encode() in code.cubin
         assert f"Compiling entry function '{name}'" in code.log
-    assert_runs_freely(code, source, defines["HEAD_DIM"])
+    d = defines["HEAD_DIM"]
+    assert_runs_freely(code, source, d)
+    tokens = 128 if source == "forward" and d < 256 and "SCALES_OF_TILES" not in defines else 64
+    channels = min(d, 128) if source == "dk_dv" else d  # of a warpgroup
+    assert code.int8_products()["U8", "S8"] == ("UNSIGNED_P" in defines) * channels // 64 * tokens // 32
 
 
 @needs_nvrtc
@@ -170,30 +174,3 @@ def test_one_backward_computes_s_and_dp_once(d, causal, bf16, macros):
     assert code.count(r"IGMMA\.") == int8
     assert code.count(r"HGMMA\.") == in_16_bit
     assert code.count(r"MUFU\.EX2") == exponentials
-
-
-def unsigned_variants():
-    """The sources that round P to INT8 with every combination of their macros."""
-    for source, d, causal, bf16 in product(("forward", "dk_dv"), (64, 128, 256), (0, 1), (False, True)):
-        for macros in (macros for macros in MACROS[source] if "P_16BIT" not in macros):
-            if (causal and "IS_WINDOWED" in macros) or not exists(source, d, macros):
-                continue
-            variant = (source, d, causal, bf16, macros)
-            is_quick = variant in (
-                ("forward", 256, 1, True, ()), ("dk_dv", 64, 0, False, ("SCALES_OF_TILES",)),
-            )  # fmt: skip
-            yield pytest.param(*variant, marks=() if is_quick else pytest.mark.gpu)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize(("source", "d", "causal", "bf16", "macros"), list(unsigned_variants()))
-def test_unsigned_p_is_the_type_of_p_in_its_products_and_of_nothing_else(source, d, causal, bf16, macros):
-    """P in steps of 32 tokens for 64 channels each. dS and S stay signed."""
-    defines = {"HEAD_DIM": d, "IS_CAUSAL": causal, "IS_BF16": bf16} | with_values(macros, d)
-    code = MachineCode(SOURCES, source, {**defines, "UNSIGNED_P": True})
-    assert_runs_freely(code, source, d)
-    found = code.int8_products()
-    assert found.keys() == {("U8", "S8"), ("S8", "S8")}
-    tokens = 128 if source == "forward" and d < 256 and "SCALES_OF_TILES" not in macros else 64
-    channels = 128 if source == "dk_dv" else d  # of a warpgroup, at most
-    assert found["U8", "S8"] == min(channels, d) // 64 * tokens // 32

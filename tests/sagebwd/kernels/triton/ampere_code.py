@@ -6,8 +6,6 @@ So the code that an A100 or a GeForce gets can be tested on a Hopper GPU: mma.sy
 tiles, warps and stages as on those GPUs. Only the assembler works for the GPU at hand. For Triton 3.6.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections import Counter

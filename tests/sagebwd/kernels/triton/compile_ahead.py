@@ -8,16 +8,13 @@ A case is capability/head size/variant/kernels, and may be a shell pattern. The 
 launchers, with a driver that only names a GPU and launches nothing.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
@@ -110,39 +107,12 @@ class AbsentGPU:
         return 0
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Compile what the arguments choose and print the records."""
-    for case in parse_arguments(argv).cases:
-        for record in compile_case(case):
-            print(json.dumps({**case._asdict(), **record}), flush=True)
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.sagebwd.kernels.triton.compile_ahead",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "patterns",
-        nargs="*",
-        default=["*"],
-        metavar="CASE",
-        help=f"capability: {', '.join(map(str, SHARED_MEMORY))}; "
-        f"head size: {', '.join(map(str, HEAD_DIMS))}; variant: {', '.join(VARIANTS)}; "
-        f"kernels: {', '.join(KERNELS)} (default: all)",
-    )
-    arguments = parser.parse_args(argv)
-    for pattern in arguments.patterns:
-        if not any(fnmatchcase(str(case), pattern) for case in grid()):
-            parser.error(f"no case is called {pattern!r}; --help lists the names")
-    arguments.cases = [case for case in grid() if any(fnmatchcase(str(case), p) for p in arguments.patterns)]
-    return arguments
-
-
-def grid() -> Iterator[Case]:
-    """Every case."""
-    return (Case(*names) for names in product(SHARED_MEMORY, HEAD_DIMS, VARIANTS, KERNELS))
+def main(patterns: list[str]) -> None:
+    """Compile the cases that any of the patterns names and print the records."""
+    for case in (Case(*names) for names in product(SHARED_MEMORY, HEAD_DIMS, VARIANTS, KERNELS)):
+        if any(fnmatchcase(str(case), pattern) for pattern in patterns):
+            for record in compile_case(case):
+                print(json.dumps({**case._asdict(), **record}), flush=True)
 
 
 def compile_case(case: Case) -> list[dict[str, Any]]:
@@ -224,4 +194,4 @@ def tensor_core_instructions(ptx: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:] or ["*"])

@@ -1,7 +1,5 @@
 """The Triton kernels as the code that an A100 or a GeForce gets, on whatever GPU there is."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

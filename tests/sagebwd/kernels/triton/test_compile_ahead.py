@@ -36,7 +36,7 @@ def compile_ahead(names, cache, first_right=FIRST_RIGHT):
     program = (
         "import sys; from sagebwd.kernels.triton import assembler; "
         "from tests.sagebwd.kernels.triton.compile_ahead import main; "
-        f"assembler.FIRST_RIGHT = {first_right}; main()"
+        f"assembler.FIRST_RIGHT = {first_right}; main(sys.argv[1:])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

@@ -1,7 +1,5 @@
 """Quantized operands at the limits of what numbers hold; all others are in test_against_reference.py."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -8,8 +8,6 @@ The instructions are followed backwards in the order in which they lie in the cu
 loops begin with what was computed before them, so this finds the same.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from typing import NamedTuple
