@@ -85,7 +85,6 @@ BAD = [
         ["hardware=cpu", "hardware.cuda_graphs=true"],
         ["hardware.device=cpu", "1 device(s)", "cuda_graphs=false"],
     ),
-    (["model.linear=float8", "hardware.dtype=float32"], ["hardware.dtype=float32", "bfloat16"]),
     (
         ["experiment=debug", "attention.sdpa=cudnn", "data.mask_documents=true"],
         ["data.mask_documents=true: attention.sdpa=cudnn takes no", "flash"],
@@ -213,3 +212,18 @@ def test_ranks_that_share_sequences_are_one_group(compose_settings):
     few = compose_settings("hardware.context_parallel=4", "model.n_kv_heads=2")
     with pytest.raises(SettingsError, match=r"does not divide key and value heads=2; .*: 1, 2$"):
         check(few, 8)
+
+
+def test_float8_needs_its_library_a_dtype_and_a_gpu_that_has_it(compose_settings, monkeypatch):
+    settings = compose_settings("model.linear=float8")
+    monkeypatch.setattr("trainer.checks.find_spec", lambda name: name)
+    check(settings, 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A40")
+    monkeypatch.setattr("trainer.checks.find_spec", lambda name: None)
+    settings.hardware.dtype = "float32"
+    with pytest.raises(SettingsError) as told:
+        check(settings, 1)
+    for words in ("hardware.dtype=bfloat16", "train,float8", "NVIDIA A40", "8.9", "model.linear=null"):
+        assert words in str(told.value)

@@ -196,6 +196,7 @@ def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):
 
 def test_float8_rounds_the_operands_of_the_blocks_products(compose_settings):
     """Against float64 products of operands rounded by hand, one scale a tensor; gradients to e5m2."""
+    pytest.importorskip("torchao", reason="pip install '.[float8]'")
     settings = compose_settings("experiment=debug")
     llama = Llama(settings.model, F.scaled_dot_product_attention)
     before = {name: x.clone() for name, x in llama.state_dict().items()}
@@ -221,6 +222,7 @@ def test_float8_rounds_the_operands_of_the_blocks_products(compose_settings):
 
 
 def test_a_run_in_float8_continues_as_it_began(datasets, tmp_path):
+    pytest.importorskip("torchao", reason="pip install '.[float8]'")
     overrides = (*SHORT, "hardware.dtype=bfloat16")
     whole, stopped, bf16 = (
         warm.debug_settings(datasets, *overrides, f"model.linear={linear}", f"run_dir={tmp_path / name}")
