@@ -155,7 +155,7 @@ def test_models_of_transformers_and_diffusers(run):
 def test_a_command_and_the_ranks_that_it_starts(run, tmp_path):
     """One rank reports, and the command itself, which made no call.
 
-    The ranks find another module of the name sagebwd, as from a checkout where it is not installed.
+    The ranks find another module of the name sagebwd, as from a checkout that is not installed.
     """
     (tmp_path / "elsewhere" / "sagebwd.py").touch()
     ranks = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--monitor-interval", "0.1"]
