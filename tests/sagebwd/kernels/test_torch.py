@@ -268,12 +268,18 @@ def test_memory_is_freed_with_the_output(sample, causal, is_watched):
         gc.enable()
 
 
-@reference_first
+@emulated_too
 def test_a_selective_checkpoint_does_not_attend_again(sample, kernel_set, ways, monkeypatch):
     calls = []
     module = interface.kernel_set(kernel_set.name)
     forward = module.forward
-    monkeypatch.setattr(module, "forward", lambda *x, **settings: calls.append(1) or forward(*x, **settings))
+
+    def counted(*x, **settings):
+        calls.append(1)
+        return forward(*x, **settings)
+
+    vars(counted).update(vars(forward))  # what kernels are compiled ahead by
+    monkeypatch.setattr(module, "forward", counted)
     inputs = sample(40)
     gradients(ways["selective checkpoint"], *inputs)
     assert len(calls) == 1
