@@ -36,7 +36,10 @@ SETUPS = {
     "35M, with QK-norm, 2,097,152 tokens per step, long": (2_097_152, 1.0, False, 256),
     "325M, with QK-norm": (131_072, 1.0, False, 1350),
     "325M, without QK-norm, 262,144 tokens per step": (262_144, 1.0, True, 100),
+    "325M, with QK-norm, 2,097,152 tokens per step": (2_097_152, 1.0, False, 88),
 }
+#: In how many steps at the end of a branch its learning rate falls, if not in all.
+FALLING = {"325M, with QK-norm, 2,097,152 tokens per step": 29}
 PICTURED = ("35M, with QK-norm", "35M, without QK-norm")
 LOOKS = {
     NULL: Style(BASELINE, ":", ""),
@@ -184,38 +187,42 @@ def summary(branches: Sequence[Branch]) -> str:
 
 
 def at_equal_learning(branches: Sequence[Branch]) -> str:
-    """The gap of paper() with QK-norm at the sum of learning rates of 64, and of 256, steps of 2.1M.
+    """The gap of paper() with QK-norm at the sum of learning rates of each length of branches of 2.1M.
 
     Mean over the last quarter of that sum; of branches that get so far. Without the learning rate, steps of
     16K and of 2.1M tokens could not be compared.
     """
     ordinary = [name for name, (_, gain, has_none, _) in SETUPS.items() if gain == 1 and not has_none]
-    by_size: dict[tuple[int, int], list[dict[int, np.ndarray]]] = {}
+    totals = {
+        SETUPS[name][-1]: learning_rates(name).sum() for name in ordinary if SETUPS[name][0] == 2_097_152
+    }
+    by_size: dict[tuple[int, int], list[str]] = {}
     for name in ordinary:
-        size = (int(name.split("M")[0]), SETUPS[name][0])
-        by_size.setdefault(size, []).append(gaps(branches, name, "SageBwd, paper"))
+        by_size.setdefault((int(name.split("M")[0]), SETUPS[name][0]), []).append(name)
     rows = []
-    for (millions, tokens), found in sorted(by_size.items()):
-        cells = []
-        for steps in (64, 256):
-            total = learning_rates(steps).sum()
-            every = [one for own in found for one in own.values()]
-            means = [late_mean(one, total) for one in every if learning_rates(len(one)).sum() >= total]
-            cells += [str(len(means)), nats(np.mean(means)), range_of(means)] if means else ["", "", ""]
+    for (millions, tokens), names in sorted(by_size.items()):
+        found = [[late_means(branches, name, total) for name in names] for _, total in sorted(totals.items())]
+        cells = [mean_and_range([*itertools.chain(*means)], models=1) for means in found]
         rows.append([f"{millions}M", f"{tokens:,}", *cells])
-    heads = ["models", "as 64 steps of 2.1M", "range", "models", "as 256 steps of 2.1M", "range"]
-    return table(["model", "tokens per step", *heads], rows)
+    return table(
+        ["model", "tokens per step", *(f"as {steps} steps of 2.1M" for steps in sorted(totals))], rows
+    )
 
 
-def late_mean(losses: np.ndarray, total: float) -> float:
-    """Of the steps whose sum of learning rates lies between three quarters of the total and the total."""
-    sums = np.cumsum(learning_rates(len(losses)))
-    return losses[(sums > 0.75 * total) & (sums <= total)].mean()
+def late_means(branches: Sequence[Branch], setup: str, total: float) -> list[float]:
+    """By model, over the steps at which the sum of learning rates lies between .75 and 1 of the total."""
+    sums = np.cumsum(learning_rates(setup)).round(6)
+    if sums[-1] < total.round(6):
+        return []
+    late = (sums > 0.75 * total) & (sums <= total.round(6))
+    return [gap[late].mean() for gap in gaps(branches, setup, "SageBwd, paper").values()]
 
 
-def learning_rates(steps: int) -> np.ndarray:
-    """Of each step of a branch, relative to the peak: it falls, as 1 − √, from the first step to a tenth."""
-    return 1 - 0.9 * np.sqrt(np.arange(1, steps + 1) / steps)
+def learning_rates(setup: str) -> np.ndarray:
+    """Of each step of a branch, relative to the peak: it falls, as 1 − √, to a tenth."""
+    steps = SETUPS[setup][-1]
+    falling = FALLING.get(setup, steps)
+    return np.append(np.ones(steps - falling), 1 - 0.9 * np.sqrt(np.arange(1, falling + 1) / falling))
 
 
 def ablation_table(arms: Sequence[Branch], rows: Mapping[str, Any]) -> str:
