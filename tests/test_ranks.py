@@ -159,21 +159,24 @@ def test_an_exception_on_one_rank_is_shown():
     assert "in fail_on_rank_1" in str(caught.value)
 
 
-def hang_on_rank_1(own_group: bool) -> None:
+def hang_on_rank_1() -> None:
+    distributed.REPORT_DELAY_S = 0
     with distributed.joined("cpu") as ranks:
-        group = dist.new_group(backend="gloo") if own_group else None
-        dist.barrier(group)
+        group = dist.new_group(backend="gloo")  # as when a checkpoint is written
+        for one in (None, group):
+            dist.barrier(one)
         ranks.answer_within(1)
         if ranks.rank == 1:
             time.sleep(600)
-        with ranks.reporting_lost_ranks():
+        with pytest.raises(LostRanks, match="Timed out waiting 1000ms"), ranks.reporting_lost_ranks():
             dist.barrier(group)
+        with ranks.reporting_lost_ranks():
+            dist.barrier()
 
 
-@pytest.mark.parametrize("own_group", [False, True])  # True: as when a checkpoint is written
-def test_a_rank_that_hangs_ends_the_run(own_group):
+def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        warm.launch_two(hang_on_rank_1, own_group)
+        warm.launch_two(hang_on_rank_1)
 
 
 def save_when_asked(started: Path) -> None:
@@ -228,32 +231,27 @@ def count_collectives(file: Path) -> None:
     trainer.loop.train_step = counted(trainer.loop.train_step, "step")
 
 
-def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path):
-    settings = warm.debug_settings(
-        datasets,
-        f"run_dir={tmp_path / 'run'}",
-        *("checkpoint_every=100", "eval_every=100", "sample_tokens=0", "probe.every=0"),
-        *("hardware.micro_batch=2", "steps=8"),
-    )
-    warm.two_ranks(settings, [functools.partial(count_collectives, tmp_path / "calls")], [])
-    _, *between, _ = (tmp_path / "calls").read_text().split("step\n")[1:]
-    assert [calls.split() for calls in between] == [["all_reduce"]] * 6
-
-
 def stop_at_step(step: int) -> None:
     """Ask this rank alone to stop when the exchange of a step is over."""
     warm.at_step(step - 1, lambda trainer: os.kill(os.getpid(), signal.SIGUSR1), after=True)
 
 
-def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path):
+def test_a_step_exchanges_one_tensor_and_so_a_rank_that_is_asked_to_stop_stops_all_a_step_later(
+    datasets, tmp_path
+):
     settings = warm.debug_settings(
-        datasets, f"run_dir={tmp_path / 'run'}", "hardware.micro_batch=2", "steps=12", "checkpoint_every=100"
+        datasets,
+        f"run_dir={tmp_path / 'run'}",
+        *("checkpoint_every=100", "eval_every=100", "sample_tokens=0", "probe.every=0"),
+        *("hardware.micro_batch=2", "steps=12"),
     )
-    faults = [[], [functools.partial(stop_at_step, 5)]]  # rank 0 hears of it from rank 1
-    codes = (128 + signal.SIGUSR1,) * 2
-    output = warm.two_ranks(settings, *faults, codes=codes)
+    # Rank 0 hears of it from rank 1.
+    faults = [functools.partial(count_collectives, tmp_path / "calls")], [functools.partial(stop_at_step, 5)]
+    output = warm.two_ranks(settings, *faults, codes=(128 + signal.SIGUSR1,) * 2)
     assert "stopped at step 6 of 12 and saved" in output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000006"]
+    _, *between, _ = (tmp_path / "calls").read_text().split("step\n")[1:]
+    assert [calls.split() for calls in between] == [["all_reduce"]] * 4  # besides the gradients
 
 
 def test_ranks_that_would_not_train_the_same_say_which_and_what(datasets, tmp_path):
@@ -339,4 +337,3 @@ def test_lost_ranks_are_told_from_mistakes():
     alone = distributed.Ranks(0, 1, device=None)
     with pytest.raises(RuntimeError, match="shapes"), alone.reporting_lost_ranks():
         raise RuntimeError("shapes do not match")
-    assert issubclass(LostRanks, TrainingError)

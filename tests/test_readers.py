@@ -30,7 +30,7 @@ PIECES = [
     *(b"", b"\0", b"\n", b"\xff", b'"', b"{", b"}", b"[", b"]", b",", b":", b"-1", b"1.5", b"null", b"true"),
     *(b"1e400", b"NaN", b"Infinity", b"9" * 30, b"9" * 5000, b"[" * 5000, b'{"a":' * 5000, b'"\\ud800"'),
     *(b"../x", b"/dev/zero", b"${oc.env:HOME}", b"${", b"&a ", b"*a", b"!!int ''", b"<<: ", b"1:59:59"),
-    *(b"r\xff\xff\xff\x0f", b"\x8e\xff\xff\xff\xff\x00\x00\x00\x00", b"h\x00", b"0", b"2", b"R", b"."),
+    *(b"r\xff\xff\x1f\x00", b"\x8e\xff\xff\xff\xff\x00\x00\x00\x00", b"h\x00", b"0", b"2", b"R", b"."),
 ]
 edits = st.lists(
     st.tuples(
