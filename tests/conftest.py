@@ -10,6 +10,7 @@ import torch
 
 from tests.cli import debug_command
 
+gc.disable()  # while modules are imported, which leave no garbage
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores
@@ -23,8 +24,9 @@ hypothesis.settings.load_profile("shared cores")
 
 
 def pytest_collection_finish():
-    """The modules are imported: what they hold is no garbage, and need not be searched for any again."""
+    """What the modules hold need not be searched for garbage again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -5,6 +5,7 @@ One process imports torch and the trainer once; the processes of the runs are fo
 
 import atexit
 import functools
+import gc
 import multiprocessing
 import os
 import runpy
@@ -17,8 +18,13 @@ from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import matplotlib.pyplot  # noqa: F401 - slow to import, and needed at the end of a run
+# Some only because every run needs them, and they are slow to import.
+import matplotlib.backends.backend_agg
+import matplotlib.pyplot  # noqa: F401
+import numpy.ctypeslib  # noqa: F401
+import pandas  # noqa: F401
 import torch._dynamo
+import torch.distributed.checkpoint._fsspec_filesystem
 import torch.multiprocessing
 from hydra import compose, initialize_config_dir
 from matplotlib.figure import Figure
@@ -35,6 +41,7 @@ from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.settings import Settings
 
+gc.freeze()  # searching the modules for garbage would take half of a run
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__, "pytest"])
