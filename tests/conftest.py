@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(session, items):
 
 def every_fixture_is_there(session, items):
     """A test whose fixture is missing is an error, also where it would be deselected: without a GPU."""
-    for item in items:
+    for item in {item.function: item for item in items}.values():
         given = {"request", *(item.callspec.params if hasattr(item, "callspec") else ())}
         for name in item.fixturenames:
             if name not in given and not session._fixturemanager.getfixturedefs(name, item):

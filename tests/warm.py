@@ -129,8 +129,7 @@ def train_all(*runs: Settings | Sequence[Settings], ranks: int = 2) -> list[list
     output = Path(f"{pairs[0][0].run_dir}.out")
     processes = [
         SERVER.Process(
-            target=_train_all,
-            args=(own, output, _torchrun(rank, ranks, port) if ranks > 1 else {}, queue),
+            target=_train_all, args=(own, output, _torchrun(rank, ranks, port) if ranks > 1 else {}, queue)
         )
         for rank, own in enumerate(zip(*pairs, strict=True))
     ]

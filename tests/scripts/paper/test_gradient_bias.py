@@ -182,10 +182,7 @@ def expected_at_the_end(trainer, path):
             return sage_attention(q, k, v, config=config, **options)
 
         d = gradients(attend) - g
-        expected[setting] = {
-            "raw": naive(d, g),
-            "adam": naive(*(x / (v.sqrt() + 1e-8) for x in (d, g))),
-        }
+        expected[setting] = {"raw": naive(d, g), "adam": naive(*(x / (v.sqrt() + 1e-8) for x in (d, g)))}
     return expected
 
 
