@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +20,7 @@ import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
+from tests.processes import descendants
 from trainer import distributed, identity, software
 from trainer.processes import StopRequest
 
@@ -100,11 +99,9 @@ def assert_close(expected: Path, found: Path, records: int = 7, tolerance: float
 
 def as_two_nodes(command: list[str]) -> list[list[str]]:
     """The commands by torchrun of two machines with a rank each, which may be one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
-    torchrun = [sys.executable, torch.distributed.run.__file__, *common]
+    nodes = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1")
+    port = f"--master-port={warm.free_port()}"
+    torchrun = [sys.executable, torch.distributed.run.__file__, *nodes, port]
     return [[*torchrun, f"--node-rank={node}", *command[1:]] for node in (0, 1)]
 
 
@@ -131,17 +128,12 @@ def kill_a_rank_at_step(run_dir: Path, step: int, *commands: list[str]) -> str:
     with tempfile.NamedTemporaryFile("r") as output:
         launchers = [start(command, Path(output.name)) for command in commands]
         wait_for_step(launchers[-1].is_alive, run_dir, step)
-        os.kill(newest_child(launchers[-1].pid), signal.SIGKILL)
+        os.kill(max(descendants(launchers[-1].pid)), signal.SIGKILL)  # the newest
         for launcher in launchers:
             launcher.join(30)
         told = output.read()
     assert [launcher.exitcode for launcher in launchers] == [1] * len(commands), told
     return told
-
-
-def newest_child(pid: int) -> int:
-    listed = subprocess.run(["pgrep", "--parent", str(pid)], capture_output=True, text=True, check=True)
-    return max(map(int, listed.stdout.split()))
 
 
 def fail_on_rank_1() -> None:

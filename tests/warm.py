@@ -112,7 +112,7 @@ def two_ranks(
     settings: Settings, *faults_of_each: list[Callable[[], None]], codes: tuple[int, int] = (0, 0)
 ) -> str:
     """Train on two ranks, with faults of their own, which must end with these exit codes."""
-    port = _free_port()
+    port = free_port()
     processes = [
         start(settings, *faults, rank=rank, ranks=2, port=port) for rank, faults in enumerate(faults_of_each)
     ]
@@ -124,7 +124,7 @@ def train_all(*runs: Settings | Sequence[Settings], ranks: int = 2) -> list[list
 
     What each rank refuses them with ("": nothing).
     """
-    port, queue = _free_port(), SERVER.SimpleQueue()
+    port, queue = free_port(), SERVER.SimpleQueue()
     pairs = [[one] * ranks if isinstance(one, Settings) else one for one in runs]
     output = Path(f"{pairs[0][0].run_dir}.out")
     processes = [
@@ -180,7 +180,7 @@ def ranks_are_forked() -> None:
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
