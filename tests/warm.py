@@ -6,6 +6,7 @@ One process imports torch and the trainer once; the processes of the runs are fo
 import atexit
 import functools
 import gc
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -14,8 +15,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 # Some only because every run needs them, and they are slow to import.
@@ -124,21 +125,11 @@ def train_all(*runs: Settings | Sequence[Settings], ranks: int = 2) -> list[list
 
     What each rank refuses them with ("": nothing).
     """
-    port, queue = free_port(), SERVER.SimpleQueue()
-    pairs = [[one] * ranks if isinstance(one, Settings) else one for one in runs]
+    port, pairs = free_port(), [[one] * ranks if isinstance(one, Settings) else one for one in runs]
+    environments = [_torchrun(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
     output = Path(f"{pairs[0][0].run_dir}.out")
-    processes = [
-        SERVER.Process(
-            target=_train_all, args=(own, output, _torchrun(rank, ranks, port) if ranks > 1 else {}, queue)
-        )
-        for rank, own in enumerate(zip(*pairs, strict=True))
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * ranks, output.read_text()
-    return [told for _, told in sorted(queue.get() for _ in range(ranks))]
+    with ProcessPoolExecutor(ranks, SERVER) as pool:
+        return [*pool.map(_train_all, zip(*pairs, strict=True), itertools.repeat(output), environments)]
 
 
 def launch_two(work: Callable[..., None], *arguments: object) -> None:
@@ -148,24 +139,8 @@ def launch_two(work: Callable[..., None], *arguments: object) -> None:
 
 def call(function: Callable[[], None]) -> None:
     """Call the function in a process whose ranks are forked, and raise what it raises."""
-    here, there = SERVER.Pipe()
-    process = SERVER.Process(target=_call, args=(function, there))
-    process.start()
-    there.close()
-    error = here.recv()
-    process.join()
-    if error:
-        raise error
-
-
-def _call(function: Callable[[], None], connection: Connection) -> None:
-    ranks_are_forked()
-    try:
-        function()
-    except BaseException as error:
-        connection.send(error)
-    else:
-        connection.send(None)
+    with ProcessPoolExecutor(1, SERVER, ranks_are_forked) as pool:
+        pool.submit(function).result()
 
 
 def ranks_are_forked() -> None:
@@ -215,7 +190,7 @@ def _train(settings: Settings, output: Path, environment: dict[str, str], faults
         sys.exit(str(error))
 
 
-def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str], queue) -> None:
+def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str]) -> list[str]:
     told = []
     _begin(output, environment)
     with distributed.joined("cpu") as ranks:
@@ -226,7 +201,7 @@ def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, st
                 told.append("")
             except Exception as error:
                 told.append(f"{type(error).__name__}: {error}")
-        queue.put((ranks.rank, told))
+    return told
 
 
 def _begin(output: Path, environment: dict[str, str]) -> None:
