@@ -25,6 +25,14 @@ PLACEHOLDERS = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def hydra():
+    settings.register()
+    prepare.register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
+
+
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_command(words):
     words = [PLACEHOLDERS.get(word, word) for word in words]
@@ -66,12 +74,8 @@ def check_overrides(config, words):
     words = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
     if config == "train":
         settings.check_or_exit(words, CONFIGS)
-        settings.register()
-    else:
-        prepare.register()
     for combination in runs_of(words):
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            compose(config, overrides=combination)
+        compose(config, overrides=combination)
 
 
 def runs_of(words):
