@@ -19,16 +19,6 @@ from tests import inputs as attention
 
 kernels = pytest.importorskip("kernels")
 
-CONFIG = transformers.LlamaConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    initializer_range=0.12,
-)
-
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
@@ -160,7 +150,9 @@ def relative_error(x, truth):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(CONFIG)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, initializer_range=0.12))
 
 
 def test_trains_a_model_of_transformers(hub, model):
