@@ -4,6 +4,7 @@ One process imports torch and the trainer once; the processes of the runs are fo
 """
 
 import atexit
+import copy
 import functools
 import gc
 import itertools
@@ -28,8 +29,10 @@ import torch._dynamo
 import torch.distributed.checkpoint._fsspec_filesystem
 import torch.multiprocessing
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 import trainer.loop
@@ -46,6 +49,8 @@ gc.freeze()  # searching the modules for garbage would take half of a run
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__, "pytest"])
+GROUPS = {"data", *(path.name for path in (ROOT / "configs").iterdir())}
+PARSER = OverridesParser.create()
 
 
 def no_picture(figure: Figure, path: Path) -> None:
@@ -54,10 +59,20 @@ def no_picture(figure: Figure, path: Path) -> None:
 
 
 def composed(*overrides: str) -> Settings:
-    """The settings that `python train.py` makes of these arguments."""
+    """The settings that `python train.py` makes of these arguments, in the order that Hydra has."""
+    groups = [text for text in overrides if text.partition("=")[0] in GROUPS or text.startswith("hydra")]
+    config = copy.deepcopy(_chosen(*groups))
+    values = PARSER.parse_overrides([text for text in overrides if text not in groups])
+    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    return OmegaConf.to_object(config)
+
+
+@functools.cache
+def _chosen(*groups: str) -> DictConfig:
+    """Before values are set: this takes 0.1 s."""
     trainer.settings.register()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return OmegaConf.to_object(compose("train", overrides=list(overrides)))
+        return compose("train", overrides=list(groups))
 
 
 def debug_settings(datasets: Path, *overrides: str) -> Settings:
