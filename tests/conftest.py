@@ -10,6 +10,7 @@ import torch
 
 from tests.cli import debug_command
 
+gc.disable()  # while modules are imported, which leave no garbage
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the test processes share the cores
@@ -23,8 +24,9 @@ hypothesis.settings.load_profile("shared cores")
 
 
 def pytest_collection_finish():
-    """The modules are imported: what they hold is no garbage, and need not be searched for any again."""
+    """What the modules hold need not be searched for garbage again."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(session, items):
 
 def every_fixture_is_there(session, items):
     """A test whose fixture is missing is an error, also where it would be deselected: without a GPU."""
-    for item in items:
+    for item in {item.function: item for item in items}.values():
         given = {"request", *(item.callspec.params if hasattr(item, "callspec") else ())}
         for name in item.fixturenames:
             if name not in given and not session._fixturemanager.getfixturedefs(name, item):

@@ -11,20 +11,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-import torch.nn.functional as F
 
-import model.huggingface
 from data import sources
 from data.prepare import prepare
 from data.recipe import Recipe
 from data.settings import DataSettings
 from data.sources import jsonl
-from model.config import LlamaConfig
-from model.llama import Llama
 from tests.trainer.conftest import train_here
-from trainer.checkpoint import Checkpoints
-from trainer.distributed import Ranks
 from trainer.start import TrainingDirectory
 
 __all__ = ["train_here"]
@@ -75,54 +68,36 @@ def calls(monkeypatch):
     return calls
 
 
-def test_a_checkpoint_gets_its_name_when_all_of_it_is_on_the_disk(tmp_path, calls):
-    torch.manual_seed(0)
-    net = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(net.parameters())
-    net(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    folder = tmp_path / "checkpoints"
-    ranks, published = Ranks(0, 1, torch.device("cpu")), ("published", folder)
-    found = Checkpoints(folder, keep=1, ranks=ranks, published=lambda step: calls.append(published))
-    for step in (1, 2):
-        calls.clear()
-        found.save(step, net, optimizer, {})
-        found.wait()
-        path = folder / f"step_{step:08d}"
-        (named,) = calls.renames_to(path)
-        written = calls[named][1]
-        files = [file.name for file in path.iterdir()]
-        assert "seal.json" in files
-        for name in files:
-            calls.assert_synced_before(written / name, named)
-        calls.assert_synced_before(written, named)
-        for place in (folder, folder.parent):
-            assert named < calls.syncs_of(place)[-1] < calls.index(published)
-    deleted = calls.index(("delete", folder / "step_00000001"))
-    assert any(named < i < deleted for i in calls.syncs_of(folder)), (
-        "deletes the only one that is surely there"
+def test_what_a_run_names_is_on_the_disk(tmp_path, calls, train_here, monkeypatch):
+    """Checkpoints are not ahead of the metrics, and a folder with a config has the weights, too."""
+    folder, weights, metrics = (tmp_path / name for name in ("checkpoints", "weights", "metrics.jsonl"))
+    monkeypatch.setattr(
+        TrainingDirectory, "note_checkpoint", lambda _, step: calls.append(("published", step))
     )
-
-
-def test_a_checkpoint_is_not_ahead_of_the_metrics_on_the_disk(tmp_path, calls, train_here):
-    train_here(tmp_path, "steps=4", "checkpoint_every=2", "sample_tokens=0", "probe.every=0")
+    few = ("steps=4", "checkpoint_every=2", "keep_checkpoints=1", "sample_tokens=0", "probe.every=0")
+    train_here(tmp_path, *few)
     for step in (2, 4):
-        (named,) = calls.renames_to(tmp_path / "checkpoints" / f"step_{step:08d}")
-        synced = [calls[i][2] for i in calls.syncs_of(tmp_path / "metrics.jsonl") if i < named]
+        (named,) = calls.renames_to(folder / f"step_{step:08d}")
+        written, published = calls[named][1], calls.index(("published", step))
+        calls.assert_synced_before(written, named)
+        for place in (folder, tmp_path):
+            assert any(named < i < published for i in calls.syncs_of(place))
+        synced = [calls[i][2] for i in calls.syncs_of(metrics) if i < named]
         assert f'"step": {step},' in synced[-1]
+    files = [file.name for file in (folder / "step_00000004").iterdir()]
+    assert "seal.json" in files
+    for name in files:
+        calls.assert_synced_before(written / name, named)
+    *_, deleted = (i for i, call in enumerate(calls) if call == ("delete", folder / "step_00000002"))
+    assert any(named < i < deleted for i in calls.syncs_of(folder)), "deletes what alone is surely there"
 
-
-def test_a_run_is_done_when_its_weights_and_curve_are_on_the_disk(tmp_path, calls):
-    directory = TrainingDirectory(tmp_path / "run")
-    directory.weights.mkdir(parents=True)
-    left = [directory.weights / "model.safetensors", directory.weights / "config.json", directory.metrics]
-    for path in left:
-        path.write_text("{}")
-    directory.finish()
-    (done,) = calls.renames_to(tmp_path / "run" / "DONE")
-    for path in (*left, directory.weights):
+    (done,) = calls.renames_to(tmp_path / "DONE")
+    for path in (weights / "model.safetensors", weights / "config.json", weights):
         calls.assert_synced_before(path, done)
-    assert any(i > done for i in calls.syncs_of(directory.path))
+    assert metrics.read_text() == [calls[i][2] for i in calls.syncs_of(metrics) if i < done][-1]
+    assert any(i > done for i in calls.syncs_of(tmp_path))
+    (model,), (config,) = (calls.renames_to(weights / x) for x in ("model.safetensors", "config.json"))
+    assert model < config
 
 
 def test_shards_and_manifest_get_their_names_when_they_are_on_the_disk(tmp_path, calls, monkeypatch):
@@ -144,10 +119,3 @@ def test_shards_and_manifest_get_their_names_when_they_are_on_the_disk(tmp_path,
     for path in shards:  # train_00003.bin is complete before unit_00003.json says so
         record = folder / f"unit_{path.stem.rpartition('_')[2]}.json"
         assert max(calls.renames_to(path)) < min(calls.renames_to(record))
-
-
-def test_a_folder_with_a_config_has_the_weights_too(tmp_path, calls):
-    shape = LlamaConfig(vocab_size=32, d_model=16, n_layers=1, n_heads=2, d_head=8, d_ffn=24, max_context=8)
-    model.huggingface.save(Llama(shape, F.scaled_dot_product_attention), tmp_path)
-    (weights,), (config,) = (calls.renames_to(tmp_path / x) for x in ("model.safetensors", "config.json"))
-    assert weights < config

@@ -5,8 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,6 +20,7 @@ import trainer.loop
 from common.errors import Interrupted, LostRanks, TrainingError
 from tests import warm
 from tests.cli import assert_same_run, losses, metrics, start, wait_for_step
+from tests.processes import descendants
 from trainer import distributed, identity, software
 from trainer.processes import StopRequest
 
@@ -100,11 +99,9 @@ def assert_close(expected: Path, found: Path, records: int = 7, tolerance: float
 
 def as_two_nodes(command: list[str]) -> list[list[str]]:
     """The commands by torchrun of two machines with a rank each, which may be one machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
-    torchrun = [sys.executable, torch.distributed.run.__file__, *common]
+    nodes = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1")
+    port = f"--master-port={warm.free_port()}"
+    torchrun = [sys.executable, torch.distributed.run.__file__, *nodes, port]
     return [[*torchrun, f"--node-rank={node}", *command[1:]] for node in (0, 1)]
 
 
@@ -131,7 +128,7 @@ def kill_a_rank_at_step(run_dir: Path, step: int, *commands: list[str]) -> str:
     with tempfile.NamedTemporaryFile("r") as output:
         launchers = [start(command, Path(output.name)) for command in commands]
         wait_for_step(launchers[-1].is_alive, run_dir, step)
-        os.kill(newest_child(launchers[-1].pid), signal.SIGKILL)
+        os.kill(max(descendants(launchers[-1].pid)), signal.SIGKILL)  # the newest
         for launcher in launchers:
             launcher.join(30)
         told = output.read()
@@ -139,41 +136,38 @@ def kill_a_rank_at_step(run_dir: Path, step: int, *commands: list[str]) -> str:
     return told
 
 
-def newest_child(pid: int) -> int:
-    listed = subprocess.run(["pgrep", "--parent", str(pid)], capture_output=True, text=True, check=True)
-    return max(map(int, listed.stdout.split()))
-
-
 def fail_on_rank_1() -> None:
-    with distributed.joined("cpu") as ranks:
+    with distributed.joined("cpu") as ranks, ranks.reporting_lost_ranks():
         if ranks.rank == 1:
-            raise KeyError("no such thing")
-        with ranks.reporting_lost_ranks():
-            ranks.barrier()
+            raise RuntimeError("shapes do not match")  # a mistake, which is told from a lost rank
+        ranks.barrier()
 
 
 def test_an_exception_on_one_rank_is_shown():
     with pytest.raises(TrainingError, match="continues from the newest checkpoint") as caught:
         warm.launch_two(fail_on_rank_1)
-    assert "KeyError: 'no such thing'\n\nrank 1 failed" in str(caught.value)
+    assert "RuntimeError: shapes do not match\n\nrank 1 failed" in str(caught.value)
     assert "in fail_on_rank_1" in str(caught.value)
 
 
-def hang_on_rank_1(own_group: bool) -> None:
+def hang_on_rank_1() -> None:
+    distributed.REPORT_DELAY_S = 0
     with distributed.joined("cpu") as ranks:
-        group = dist.new_group(backend="gloo") if own_group else None
-        dist.barrier(group)
+        group = dist.new_group(backend="gloo")  # as when a checkpoint is written
+        for one in (None, group):
+            dist.barrier(one)
         ranks.answer_within(1)
         if ranks.rank == 1:
             time.sleep(600)
-        with ranks.reporting_lost_ranks():
+        with pytest.raises(LostRanks, match="Timed out waiting 1000ms"), ranks.reporting_lost_ranks():
             dist.barrier(group)
+        with ranks.reporting_lost_ranks():
+            dist.barrier()
 
 
-@pytest.mark.parametrize("own_group", [False, True])  # True: as when a checkpoint is written
-def test_a_rank_that_hangs_ends_the_run(own_group):
+def test_a_rank_that_hangs_ends_the_run():
     with pytest.raises(TrainingError, match=r"rank 0 lost the other ranks: .*Timed out waiting 1000ms"):
-        warm.launch_two(hang_on_rank_1, own_group)
+        warm.launch_two(hang_on_rank_1)
 
 
 def save_when_asked(started: Path) -> None:
@@ -228,32 +222,27 @@ def count_collectives(file: Path) -> None:
     trainer.loop.train_step = counted(trainer.loop.train_step, "step")
 
 
-def test_ranks_exchange_one_tensor_a_step_besides_the_gradients(datasets, tmp_path):
-    settings = warm.debug_settings(
-        datasets,
-        f"run_dir={tmp_path / 'run'}",
-        *("checkpoint_every=100", "eval_every=100", "sample_tokens=0", "probe.every=0"),
-        *("hardware.micro_batch=2", "steps=8"),
-    )
-    warm.two_ranks(settings, [functools.partial(count_collectives, tmp_path / "calls")], [])
-    _, *between, _ = (tmp_path / "calls").read_text().split("step\n")[1:]
-    assert [calls.split() for calls in between] == [["all_reduce"]] * 6
-
-
 def stop_at_step(step: int) -> None:
     """Ask this rank alone to stop when the exchange of a step is over."""
     warm.at_step(step - 1, lambda trainer: os.kill(os.getpid(), signal.SIGUSR1), after=True)
 
 
-def test_a_rank_that_is_asked_to_stop_stops_all_a_step_later(datasets, tmp_path):
+def test_a_step_exchanges_one_tensor_and_so_a_rank_that_is_asked_to_stop_stops_all_a_step_later(
+    datasets, tmp_path
+):
     settings = warm.debug_settings(
-        datasets, f"run_dir={tmp_path / 'run'}", "hardware.micro_batch=2", "steps=12", "checkpoint_every=100"
+        datasets,
+        f"run_dir={tmp_path / 'run'}",
+        *("checkpoint_every=100", "eval_every=100", "sample_tokens=0", "probe.every=0"),
+        *("hardware.micro_batch=2", "steps=12"),
     )
-    faults = [[], [functools.partial(stop_at_step, 5)]]  # rank 0 hears of it from rank 1
-    codes = (128 + signal.SIGUSR1,) * 2
-    output = warm.two_ranks(settings, *faults, codes=codes)
+    # Rank 0 hears of it from rank 1.
+    faults = [functools.partial(count_collectives, tmp_path / "calls")], [functools.partial(stop_at_step, 5)]
+    output = warm.two_ranks(settings, *faults, codes=(128 + signal.SIGUSR1,) * 2)
     assert "stopped at step 6 of 12 and saved" in output
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000006"]
+    _, *between, _ = (tmp_path / "calls").read_text().split("step\n")[1:]
+    assert [calls.split() for calls in between] == [["all_reduce"]] * 4  # besides the gradients
 
 
 def test_ranks_that_would_not_train_the_same_say_which_and_what(datasets, tmp_path):
@@ -333,10 +322,3 @@ def test_weights_that_drift_apart_stop_the_run_before_they_are_saved(datasets, t
     assert "Traceback" not in output
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1] == "step_00000004"
     assert not (tmp_path / "run" / "DIVERGED").exists()
-
-
-def test_lost_ranks_are_told_from_mistakes():
-    alone = distributed.Ranks(0, 1, device=None)
-    with pytest.raises(RuntimeError, match="shapes"), alone.reporting_lost_ranks():
-        raise RuntimeError("shapes do not match")
-    assert issubclass(LostRanks, TrainingError)

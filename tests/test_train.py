@@ -13,22 +13,15 @@ from tests.cli import assert_same_run, kill_at_step, losses, metrics, run, run_f
 
 def test_a_whole_run(command, tmp_path):
     run_dir = tmp_path / "run"
-    output = run_fresh(command("attention=sagebwd", f"run_dir={run_dir}"))
+    output = run(command("attention=sagebwd", f"run_dir={run_dir}"))
     records = metrics(run_dir)
     assert len(losses(run_dir)) == 8
     assert losses(run_dir)[-1] < losses(run_dir)[0]
     assert [record["step"] for record in records if "val_loss" in record] == [4, 8]
     assert records[-1]["tokens"] == 8 * 256
     assert records[-1]["sample"].startswith("The ")
-    for name in (
-        "config.yaml",
-        "loss.png",
-        "log.txt",
-        "DONE",
-        "checkpoints/step_00000008",
-        "weights/config.json",
-    ):
-        assert (run_dir / name).exists(), name
+    left = ("config.yaml", "loss.png", "log.txt", "DONE", "checkpoints/step_00000008", "weights/config.json")
+    assert all((run_dir / name).exists() for name in left)
     assert "8/8" in output
     assert "is finished; delete it" in run(command("attention=sagebwd", f"run_dir={run_dir}"))
     assert metrics(run_dir) == records
@@ -38,19 +31,16 @@ def test_a_whole_run(command, tmp_path):
 def test_asked_to_stop_it_saves_and_continues_exactly(command, datasets, tmp_path, number, devices):
     overrides = ("steps=40", "checkpoint_every=1000", "hardware.micro_batch=2")
     stopped, whole = (f"run_dir={tmp_path / name}" for name in ("stopped", "whole"))
-    train_warm(warm.debug_settings(datasets, *overrides, whole), devices)
+    train = warm.run if devices == 1 else lambda settings: warm.two_ranks(settings, [], [])
+    train(warm.debug_settings(datasets, *overrides, whole))
     asked = command(*overrides, f"hardware.devices={devices}", stopped)
     code, output = kill_at_step(asked, tmp_path / "stopped", 5, kill=number)
     assert code == 128 + number, output
     assert "the same command continues" in output
     assert "Traceback" not in output
     assert len(list((tmp_path / "stopped" / "checkpoints").iterdir())) == 1
-    assert "continuing" in train_warm(warm.debug_settings(datasets, *overrides, stopped), devices)
+    assert "continuing" in train(warm.debug_settings(datasets, *overrides, stopped))
     assert_same_run(tmp_path / "whole", tmp_path / "stopped")
-
-
-def train_warm(settings, devices):
-    return warm.run(settings) if devices == 1 else warm.two_ranks(settings, [], [])
 
 
 def test_a_run_whose_processes_ended_without_done_has_failed(command, tmp_path):
@@ -84,6 +74,7 @@ def test_a_sweep_trains_its_grid_and_then_only_what_is_missing(command, tmp_path
     output = run(command("-m", *alone, "hydra/launcher=local_gpus", f"runs_dir={tmp_path}"))
     assert "1 of 1 runs finished" in output
     assert "continuing" in (runs[1] / "output.txt").read_text()
+    assert (runs[1] / "loss.png").read_bytes().startswith(b"\x89PNG")  # by a process that imported everything
     assert sorted(path.parent for path in tmp_path.glob("*/DONE")) == runs
 
 

@@ -4,7 +4,10 @@ One process imports torch and the trainer once; the processes of the runs are fo
 """
 
 import atexit
+import copy
 import functools
+import gc
+import itertools
 import multiprocessing
 import os
 import runpy
@@ -13,16 +16,23 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from multiprocessing.connection import Connection
 from pathlib import Path
 
-import matplotlib.pyplot  # noqa: F401 - slow to import, and needed at the end of a run
+# Some only because every run needs them, and they are slow to import.
+import matplotlib.backends.backend_agg
+import matplotlib.pyplot  # noqa: F401
+import numpy.ctypeslib  # noqa: F401
+import pandas  # noqa: F401
 import torch._dynamo
+import torch.distributed.checkpoint._fsspec_filesystem
 import torch.multiprocessing
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 import trainer.loop
@@ -35,9 +45,12 @@ from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.settings import Settings
 
+gc.freeze()  # searching the modules for garbage would take half of a run
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__, "pytest"])
+GROUPS = {"data", *(path.name for path in (ROOT / "configs").iterdir())}
+PARSER = OverridesParser.create()
 
 
 def no_picture(figure: Figure, path: Path) -> None:
@@ -46,10 +59,20 @@ def no_picture(figure: Figure, path: Path) -> None:
 
 
 def composed(*overrides: str) -> Settings:
-    """The settings that `python train.py` makes of these arguments."""
+    """The settings that `python train.py` makes of these arguments, in the order that Hydra has."""
+    groups = [text for text in overrides if text.partition("=")[0] in GROUPS or text.startswith("hydra")]
+    config = copy.deepcopy(_chosen(*groups))
+    values = PARSER.parse_overrides([text for text in overrides if text not in groups])
+    ConfigLoaderImpl._apply_overrides_to_config(values, config)
+    return OmegaConf.to_object(config)
+
+
+@functools.cache
+def _chosen(*groups: str) -> DictConfig:
+    """Before values are set: this takes 0.1 s."""
     trainer.settings.register()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return OmegaConf.to_object(compose("train", overrides=list(overrides)))
+        return compose("train", overrides=list(groups))
 
 
 def debug_settings(datasets: Path, *overrides: str) -> Settings:
@@ -105,7 +128,7 @@ def two_ranks(
     settings: Settings, *faults_of_each: list[Callable[[], None]], codes: tuple[int, int] = (0, 0)
 ) -> str:
     """Train on two ranks, with faults of their own, which must end with these exit codes."""
-    port = _free_port()
+    port = free_port()
     processes = [
         start(settings, *faults, rank=rank, ranks=2, port=port) for rank, faults in enumerate(faults_of_each)
     ]
@@ -117,22 +140,11 @@ def train_all(*runs: Settings | Sequence[Settings], ranks: int = 2) -> list[list
 
     What each rank refuses them with ("": nothing).
     """
-    port, queue = _free_port(), SERVER.SimpleQueue()
-    pairs = [[one] * ranks if isinstance(one, Settings) else one for one in runs]
+    port, pairs = free_port(), [[one] * ranks if isinstance(one, Settings) else one for one in runs]
+    environments = [_torchrun(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
     output = Path(f"{pairs[0][0].run_dir}.out")
-    processes = [
-        SERVER.Process(
-            target=_train_all,
-            args=(own, output, _torchrun(rank, ranks, port) if ranks > 1 else {}, queue),
-        )
-        for rank, own in enumerate(zip(*pairs, strict=True))
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0] * ranks, output.read_text()
-    return [told for _, told in sorted(queue.get() for _ in range(ranks))]
+    with ProcessPoolExecutor(ranks, SERVER) as pool:
+        return [*pool.map(_train_all, zip(*pairs, strict=True), itertools.repeat(output), environments)]
 
 
 def launch_two(work: Callable[..., None], *arguments: object) -> None:
@@ -142,24 +154,8 @@ def launch_two(work: Callable[..., None], *arguments: object) -> None:
 
 def call(function: Callable[[], None]) -> None:
     """Call the function in a process whose ranks are forked, and raise what it raises."""
-    here, there = SERVER.Pipe()
-    process = SERVER.Process(target=_call, args=(function, there))
-    process.start()
-    there.close()
-    error = here.recv()
-    process.join()
-    if error:
-        raise error
-
-
-def _call(function: Callable[[], None], connection: Connection) -> None:
-    ranks_are_forked()
-    try:
-        function()
-    except BaseException as error:
-        connection.send(error)
-    else:
-        connection.send(None)
+    with ProcessPoolExecutor(1, SERVER, ranks_are_forked) as pool:
+        pool.submit(function).result()
 
 
 def ranks_are_forked() -> None:
@@ -174,7 +170,7 @@ def ranks_are_forked() -> None:
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return free.getsockname()[1]
@@ -209,7 +205,7 @@ def _train(settings: Settings, output: Path, environment: dict[str, str], faults
         sys.exit(str(error))
 
 
-def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str], queue) -> None:
+def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, str]) -> list[str]:
     told = []
     _begin(output, environment)
     with distributed.joined("cpu") as ranks:
@@ -220,7 +216,7 @@ def _train_all(runs: Sequence[Settings], output: Path, environment: dict[str, st
                 told.append("")
             except Exception as error:
                 told.append(f"{type(error).__name__}: {error}")
-        queue.put((ranks.rank, told))
+    return told
 
 
 def _begin(output: Path, environment: dict[str, str]) -> None:

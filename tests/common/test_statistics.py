@@ -1,8 +1,5 @@
 """Differences of losses: least squares over seeds, intervals, and permutation within seeds."""
 
-import math
-from statistics import stdev
-
 import numpy as np
 import pytest
 
@@ -18,15 +15,6 @@ def cells(losses):
         for seed, found in own.items()
         for loss in np.atleast_1d(found).tolist()
     ]
-
-
-def test_of_two_variants_it_is_the_paired_t_interval():
-    a, b = np.random.default_rng(0).normal(size=(2, 5))
-    found = fit(cells({"a": dict(enumerate(a)), "b": dict(enumerate(b))})).difference("b", "a")
-    gaps = b - a
-    assert found.mean == pytest.approx(gaps.mean())
-    assert found.half_width == pytest.approx(quantile(4) * stdev(gaps) / math.sqrt(5))
-    assert found.degrees == 4
 
 
 def test_the_offset_of_a_seed_is_not_noise_and_a_missing_run_costs_a_degree():

@@ -10,6 +10,7 @@ from data import prepare
 from tests.cli import assert_takes
 from tests.docs import pages
 from tests.docs.pages import PAGES, ROOT
+from tests.warm import composed
 from trainer import settings
 
 CONFIGS = ROOT / "configs"
@@ -31,9 +32,9 @@ def test_command(words):
     if tuple(words) in FOREIGN or tuple(words[:3]) == LM_EVAL:
         return
     if "train.py" in words:  # by python, torchrun or in a sweep
-        check_overrides("train", words[words.index("train.py") + 1 :])
+        check_overrides(words[words.index("train.py") + 1 :])
     elif words[:2] == ["sbatch", "scripts/slurm.sh"]:
-        check_overrides("train", words[2:])
+        check_overrides(words[2:])
     elif words[0] == "make":
         assert all(is_target(target) for target in words[1:])
     elif words[:2] == ["pip", "install"]:
@@ -53,7 +54,9 @@ def check_module(name, arguments):
     elif name == "http.server":
         pass
     elif name == "data.prepare":
-        check_overrides("prepare", arguments)
+        prepare.register()
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            compose("prepare", overrides=arguments)
     elif name == "scripts.reproduce":
         items = ["table1" if word == "NAME" else word for word in arguments]
         importlib.import_module(name).main(items if "--list" in items else ["--dry-run", *items])
@@ -61,17 +64,12 @@ def check_module(name, arguments):
         assert_takes(name, arguments)
 
 
-def check_overrides(config, words):
-    """Hydra composes these settings, of a sweep each value once."""
+def check_overrides(words):
+    """Hydra composes these settings of train.py, of a sweep each value once."""
     words = [word for word in words if word not in ("-m", "--cfg", "job", "--help")]
-    if config == "train":
-        settings.check_or_exit(words, CONFIGS)
-        settings.register()
-    else:
-        prepare.register()
+    settings.check_or_exit(words, CONFIGS)
     for combination in runs_of(words):
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            compose(config, overrides=combination)
+        composed(*combination)
 
 
 def runs_of(words):
@@ -120,4 +118,4 @@ SETTINGS = sorted(
 @pytest.mark.parametrize("text", SETTINGS)
 def test_setting(text):
     sage = ["attention=sagebwd"] if text.startswith("attention.") else []
-    check_overrides("train", [*sage, text])
+    check_overrides([*sage, text])

@@ -19,16 +19,6 @@ from tests import inputs as attention
 
 kernels = pytest.importorskip("kernels")
 
-CONFIG = transformers.LlamaConfig(
-    vocab_size=61,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    initializer_range=0.12,
-)
-
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
@@ -42,10 +32,6 @@ def repository(tmp_path_factory):
 def hub(repository):
     """The kernel, as get_kernel would return it."""
     return kernels.get_local_kernel(repository)
-
-
-def variant_of(repository, backend="cpu"):
-    return repository / "build" / f"torch-{backend}"
 
 
 @pytest.mark.parametrize("chosen", ["reference", "triton"])
@@ -66,16 +52,13 @@ def test_computes_what_the_package_computes(chosen, hub, draw):
     assert all(torch.equal(x, y) for x, y in zip(ours, truth, strict=True))
 
 
-def test_depends_on_torch_and_itself(hub):
+def test_depends_on_torch_and_itself_and_has_operators_of_its_own(hub):
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == hub.__name__]
     assert len(modules) > 10
     for module in modules:
         for name, value in vars(module).items():
             origin = str(getattr(value, "__module__", "")).partition(".")[0]
             assert origin != "sagebwd", f"{module.__name__}.{name}"
-
-
-def test_operators_have_a_namespace_of_their_own(hub):
     assert hub.sage_attention is not sagebwd.sage_attention
     assert getattr(torch.ops, hub.__name__).forward.default is not torch.ops.sagebwd.forward.default
     assert set(sagebwd.__all__) <= set(hub.__all__)
@@ -96,19 +79,13 @@ def test_two_builds_in_one_process(hub, tmp_path, draw):
         assert attention.gradients(function, *inputs)[1].isfinite().all()
 
 
-def test_the_same_sources_give_the_same_files(repository, tmp_path):
+@pytest.mark.parametrize("backend", ["cpu", "cuda"])
+def test_metadata_and_that_the_same_sources_give_the_same(backend, repository, tmp_path):
     (tmp_path / "build" / "torch-old").mkdir(parents=True)
     build(tmp_path)
-    for root in (repository, tmp_path):
-        assert sorted(path.name for path in (root / "build").iterdir()) == ["torch-cpu", "torch-cuda"]
-    for backend in ("cpu", "cuda"):
-        texts = [(variant_of(root, backend) / "metadata.json").read_text() for root in (repository, tmp_path)]
-        assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("backend", ["cpu", "cuda"])
-def test_metadata(backend, repository):
-    variant = variant_of(repository, backend)
+    assert sorted(path.name for path in (tmp_path / "build").iterdir()) == ["torch-cpu", "torch-cuda"]
+    variant, again = (root / "build" / f"torch-{backend}" for root in (repository, tmp_path))
+    assert (variant / "metadata.json").read_text() == (again / "metadata.json").read_text()
     metadata = json.loads((variant / "metadata.json").read_text())
     assert metadata["backend"]["type"] == backend
     assert metadata["id"].isidentifier()
@@ -173,7 +150,9 @@ def relative_error(x, truth):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(CONFIG)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, initializer_range=0.12))
 
 
 def test_trains_a_model_of_transformers(hub, model):

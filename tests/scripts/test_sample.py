@@ -39,18 +39,11 @@ def test_a_text_ends_where_the_model_ends_it_and_begins_after_another(trained, c
     assert printed(capsys, trained) == "A\\x1b\n"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (("--step", "3"), "no checkpoint of step 3; there: 2, 4"),
-        (("--temperature", "-1"), "temperature=-1.0 must be finite"),
-    ],
-)
-def test_what_cannot_be_is_told(trained, wrong, told):
-    with pytest.raises(SystemExit, match=told):
-        sample.main([str(trained), *wrong, "--device", "cpu"])
-
-
-def test_a_place_without_weights_is_told(tmp_path):
-    with pytest.raises(SystemExit, match="neither the directory of a run, nor a folder with weights"):
-        sample.main([str(tmp_path), "--device", "cpu"])
+def test_what_cannot_be_is_told(trained, tmp_path):
+    for place, options, told in (
+        (trained, ("--step", "3"), "no checkpoint of step 3; there: 2, 4"),
+        (trained, ("--temperature", "-1"), "temperature=-1.0 must be finite"),
+        (tmp_path, (), "neither the directory of a run, nor a folder with weights"),
+    ):
+        with pytest.raises(SystemExit, match=told):
+            sample.main([str(place), *options, "--device", "cpu"])

@@ -21,23 +21,17 @@ def test_sanitizer_needs_a_gpu_and_its_tool(monkeypatch):
         sanitize.main([])
 
 
-@pytest.mark.parametrize(
-    ("tool", "output", "errors"),
-    [
-        ("memcheck", "========= COMPUTE-SANITIZER\nbackward finished\n========= ERROR SUMMARY: 0 errors", 0),
-        ("memcheck", "backward finished\n========= ERROR SUMMARY: 1 error", 1),
-        (
-            "racecheck",
-            "backward finished\n========= RACECHECK SUMMARY: 7 hazards displayed (5 errors, 2 warnings)",
-            5,
-        ),
-        ("racecheck", "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", None),
+def test_sanitizer_counts_errors_and_notices_what_did_not_finish():
+    done, hazards = "backward finished\n=========", "hazards displayed"
+    for tool, output, errors in (
+        ("memcheck", f"========= COMPUTE-SANITIZER\n{done} ERROR SUMMARY: 0 errors", 0),
+        ("memcheck", f"{done} ERROR SUMMARY: 1 error", 1),
+        ("racecheck", f"{done} RACECHECK SUMMARY: 7 {hazards} (5 errors, 2 warnings)", 5),
+        ("racecheck", f"========= RACECHECK SUMMARY: 0 {hazards} (0 errors, 0 warnings)", None),
         ("memcheck", "backward finished", None),
         ("memcheck", "", None),
-    ],
-)
-def test_sanitizer_counts_errors_and_notices_what_did_not_finish(tool, output, errors):
-    assert sanitize.count_errors(tool, "backward", output) == errors
+    ):
+        assert sanitize.count_errors(tool, "backward", output) == errors, output
 
 
 def test_sanitizer_watches_the_kernels_of_every_set():

@@ -182,10 +182,7 @@ def expected_at_the_end(trainer, path):
             return sage_attention(q, k, v, config=config, **options)
 
         d = gradients(attend) - g
-        expected[setting] = {
-            "raw": naive(d, g),
-            "adam": naive(*(x / (v.sqrt() + 1e-8) for x in (d, g))),
-        }
+        expected[setting] = {"raw": naive(d, g), "adam": naive(*(x / (v.sqrt() + 1e-8) for x in (d, g)))}
     return expected
 
 
@@ -212,20 +209,19 @@ def naive(d, g):
     return found | {"critical_tokens": [tokens[0], tokens[2], tokens[1]]}
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_what_was_measured_before_an_interruption_is_in_the_file(tmp_path, failing):
+def test_what_was_measured_before_an_interruption_is_in_the_file(tmp_path):
     """Numbers after each step; tables after each piece."""
 
     def steps():
         for i in range(3):
-            if i == failing:
+            if i == 2:
                 raise KeyboardInterrupt
             yield [Row("run", i, 0, "paper", "raw", "all", None, [], [], [], [])]
 
     arguments = SimpleNamespace(out=tmp_path / "x")
     with pytest.raises(KeyboardInterrupt):
         measure_all(arguments, {"a": 1}, [("title", steps())], lambda result, rows: "")
-    assert [row["step"] for row in read_json(tmp_path / "x.json")["rows"]] == [*range(failing)]
+    assert [row["step"] for row in read_json(tmp_path / "x.json")["rows"]] == [0, 1]
     assert not (tmp_path / "x.md").exists()
 
 
