@@ -16,6 +16,7 @@ from sagebwd.reference import exact_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CALL = {"is_causal": True, "enable_gqa": False}
+DOCUMENTS = {"d_head": 64, "longest_document": 8}
 
 
 def build(attention: dict, device: torch.device = CPU, **shape: int) -> backends.Backend:
@@ -25,9 +26,8 @@ def build(attention: dict, device: torch.device = CPU, **shape: int) -> backends
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """A GPU of a given compute capability on which only the given kernels run."""
-
     def fake(capability: tuple[int, int], usable: set[str]) -> None:
+        """A GPU of this compute capability on which only these kernels run."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(fpa, "usable_kernels", lambda *kind: usable)
 
@@ -69,20 +69,28 @@ def test_null_is_the_default_and_settings_of_other_attentions_are_left_out():
 
 
 @pytest.mark.parametrize(
-    ("capability", "usable", "chosen"),
+    ("capability", "usable", "shape", "chosen"),
     [
-        ((9, 0), {"cudnn", "flash", "efficient", "math"}, "cuDNN"),
-        ((12, 0), {"cudnn", "flash", "efficient", "math"}, "cuDNN"),
-        ((9, 0), {"flash", "efficient", "math"}, "FlashAttention-2"),
-        ((8, 9), {"cudnn", "flash", "efficient", "math"}, "FlashAttention-2"),
-        ((8, 0), {"cudnn", "efficient", "math"}, "memory-efficient"),
-        ((8, 0), {"cudnn", "math"}, "cuDNN"),
-        ((7, 5), {"math"}, "math"),
+        ((9, 0), "cudnn flash efficient math", {}, "scaled_dot_product_attention, cuDNN"),
+        ((12, 0), "cudnn flash efficient math", {}, "scaled_dot_product_attention, cuDNN"),
+        ((9, 0), "flash efficient math", {}, "scaled_dot_product_attention, FlashAttention-2"),
+        ((8, 9), "cudnn flash efficient math", {}, "scaled_dot_product_attention, FlashAttention-2"),
+        ((8, 0), "cudnn efficient math", {}, "scaled_dot_product_attention, memory-efficient"),
+        ((8, 0), "cudnn math", {}, "scaled_dot_product_attention, cuDNN"),
+        ((7, 5), "math", {}, "scaled_dot_product_attention, math"),
+        ((9, 0), "cudnn flash efficient math", DOCUMENTS, "FlashAttention-2, packed documents"),
+        (
+            (9, 0),
+            "cudnn flash efficient",
+            DOCUMENTS | {"d_head": 20},
+            "memory-efficient, documents by a mask",
+        ),
+        ((9, 0), "cudnn math fa4", DOCUMENTS, "math, documents by a mask"),
     ],
 )
-def test_fpa_takes_the_fastest_usable_kernel(fake_gpu, capability, usable, chosen):
-    fake_gpu(capability, usable)
-    assert build({"backend": "fpa"}, CUDA).description == f"scaled_dot_product_attention, {chosen}"
+def test_fpa_takes_the_fastest_usable_kernel(fake_gpu, capability, usable, shape, chosen):
+    fake_gpu(capability, {*usable.split()})
+    assert build({"backend": "fpa"}, CUDA, **shape).description == chosen
 
 
 def test_fpa_takes_the_requested_kernel_or_refuses(fake_gpu):
@@ -102,12 +110,9 @@ def test_fpa_asks_pytorch_about_causal_training(monkeypatch, is_gqa):
     monkeypatch.setattr(fpa, "can_use_efficient_attention", lambda params: True)
     assert fpa.usable_kernels(CPU, torch.bfloat16, 48, is_gqa) == {"cudnn", "efficient", "math"}
     (params,) = asked
-    assert params.is_causal
-    assert params.enable_gqa == is_gqa
-    assert params.dropout == 0
-    assert params.attn_mask is None
-    assert params.query.dtype == torch.bfloat16
-    assert params.query.requires_grad
+    assert (params.is_causal, params.enable_gqa) == (True, is_gqa)
+    assert (params.dropout, params.attn_mask) == (0, None)
+    assert (params.query.dtype, params.query.requires_grad) == (torch.bfloat16, True)
     assert params.query.shape[-1] == 48
     assert (params.key.shape[1] < params.query.shape[1]) == is_gqa
 
@@ -135,19 +140,6 @@ def test_pinned_kernel_is_the_one_that_runs(monkeypatch):
     # One key is beyond cuDNN, and its softmax is 1.
     torch.testing.assert_close(only_cudnn(q[:, :, :1], k[:, :, :1], v[:, :, :1], **CALL), v[:, :, :1])
     assert torch.backends.cuda.flash_sdp_enabled()  # PyTorch's global switches are as they were
-
-
-@pytest.mark.parametrize(
-    ("usable", "d_head", "chosen"),
-    [
-        ({"cudnn", "flash", "efficient", "math"}, 64, "FlashAttention-2, packed documents"),
-        ({"cudnn", "flash", "efficient", "math"}, 20, "memory-efficient, documents by a mask"),
-        ({"cudnn", "math", "fa4"}, 64, "math, documents by a mask"),
-    ],
-)
-def test_fpa_takes_the_fastest_kernel_for_documents(fake_gpu, usable, d_head, chosen):
-    fake_gpu((9, 0), usable)
-    assert build({"backend": "fpa"}, CUDA, d_head=d_head, longest_document=8).description == chosen
 
 
 @pytest.mark.parametrize("sdpa", ["cudnn", "fa4"])
@@ -201,39 +193,30 @@ def test_documents_on_a_gpu_are_those_of_float64(sdpa):
 # sagebwd
 
 
-def sage(**changes: object) -> dict:
-    return {"backend": "sagebwd", **changes}
-
-
-def config_of(attention: dict) -> SageConfig:
-    return backends.read(attention).config
-
-
 def test_every_setting_of_the_library_can_be_set():
     for field in fields(SageConfig):
         changed = {"smooth_k": False, "block_q": 32, "block_kv": 32}
         changed |= {"operand_scales": "token", "granularity": "block", "int8_matmuls": []}
         value = changed.get(field.name, True)
         needed = {"int8_matmuls": ["s_fwd"]} if field.name == "compensate_o" else {}
-        config = config_of(sage(**needed, **{field.name: value}))
+        config = backends.read({"backend": "sagebwd", **needed, field.name: value}).config
         assert getattr(config, field.name) in (value, ()), field.name
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_recorded_preset_is_the_same_attention_without_its_name(name):
-    record = backends.read(sage(preset=name, kernels="reference")).recorded()
+    record = backends.read({"backend": "sagebwd", "preset": name, "kernels": "reference"}).recorded()
     assert "preset" not in record
     assert record["kernels"] == "reference"
-    assert config_of(record) == PRESETS[name]
-    assert backends.read(record).recorded() == record
+    again = backends.read(record)
+    assert (again.config, again.recorded()) == (PRESETS[name], record)
 
 
 def test_sagebwd_runs_the_library_with_the_config():
     q, k, v = torch.randn(3, 1, 4, 21, 16)
-    backend = build(sage(kernels="reference", int8_matmuls=["s_fwd"], block_q=16))
+    backend = build({"backend": "sagebwd", "kernels": "reference", "int8_matmuls": ["s_fwd"], "block_q": 16})
     config = SageConfig(int8_matmuls=("s_fwd",), block_q=16)
     expected = sagebwd.sage_attention(q, k, v, is_causal=True, config=config)
     assert torch.equal(backend.attend(q, k, v, **CALL), expected)
     assert not torch.equal(expected, sagebwd.sage_attention(q, k, v, is_causal=True))
-    assert "kernels reference" in backend.description
-    assert "block_q=16" in backend.description
+    assert re.search("kernels reference.*block_q=16|block_q=16.*kernels reference", backend.description)

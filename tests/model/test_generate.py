@@ -48,17 +48,18 @@ def test_seed_decides_and_the_global_generator_is_untouched(make_model, tokens):
     assert not torch.equal(generate(model, tokens, 8, seed=4), first)
 
 
-@pytest.mark.parametrize(
-    ("tokens_shape", "new_tokens", "options", "match"),
-    [
-        ((1, 0), 3, {}, "at least one token"),
-        ((4,), 3, {}, r"shape \(4,\)"),
-        ((1, 4), -1, {}, "new_tokens=-1"),
-        ((1, 4), 1, {"temperature": -0.5}, "temperature=-0.5"),
-        ((1, 4), 1, {"temperature": float("nan")}, "temperature=nan"),
-        ((1, 4), 1, {"top_k": 0}, "top_k=0"),
-    ],
-)
-def test_bad_arguments_are_refused(make_model, tokens_shape, new_tokens, options, match):
-    with pytest.raises(ValueError, match=match):
-        generate(make_model(), torch.zeros(tokens_shape, dtype=torch.int64), new_tokens, **options)
+REFUSED = {
+    "at least one token": ((1, 0), {}),
+    r"shape \(4,\)": ((4,), {}),
+    "new_tokens=-1": ((1, 4), {"new_tokens": -1}),
+    "temperature=-0.5": ((1, 4), {"temperature": -0.5}),
+    "temperature=nan": ((1, 4), {"temperature": float("nan")}),
+    "top_k=0": ((1, 4), {"top_k": 0}),
+}
+
+
+@pytest.mark.parametrize("told", REFUSED)
+def test_bad_arguments_are_refused(make_model, told):
+    shape, options = REFUSED[told]
+    with pytest.raises(ValueError, match=told):
+        generate(make_model(), torch.zeros(shape, dtype=torch.int64), **{"new_tokens": 3} | options)

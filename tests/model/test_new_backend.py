@@ -14,26 +14,20 @@ __all__ = ["train_here"]
 
 MODULE = '''
 """Causal attention to the last `window` tokens."""
-
 from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
-
 from model.backends import Attention, Backend
-
 
 @dataclass
 class Settings(Attention):
-    """Settings of windowed attention."""
-
     window: int = 4
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         if self.window < 1:
             raise ValueError(f"attention.window={self.window} must be at least 1")
 
-    def build(self, *, device, dtype, d_head, is_gqa) -> Backend:
+    def build(self, *, device, dtype, d_head, is_gqa):
         def attend(q, k, v, *, is_causal, enable_gqa):
             n = q.shape[-2]
             mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - self.window)
