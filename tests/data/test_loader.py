@@ -29,9 +29,7 @@ def test_rows_are_the_announced_sequences_and_targets_are_one_ahead():
     inputs = torch.cat([inputs for inputs, _ in batches])
     targets = torch.cat([targets for _, targets in batches])
     starts = torch.from_numpy(loader().sequence_indices(4) * 7)
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert inputs.is_contiguous()
-    assert targets.is_contiguous()
+    assert all(x.dtype == torch.int64 and x.is_contiguous() for x in (inputs, targets))
     assert torch.equal(inputs, starts[:, None] + torch.arange(7))
     assert torch.equal(targets, inputs + 1)
 

@@ -6,7 +6,7 @@ import pytest
 from data.order import Permutation, mix64
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**63])
+@pytest.mark.parametrize("seed", [0, 2**63])
 def test_every_small_size_is_permuted(seed):
     for n in range(1, 201):
         image = Permutation(n, seed=seed, epoch=3)(np.arange(n))
@@ -34,7 +34,7 @@ def test_is_a_function_of_seed_and_epoch():
 
 
 def test_each_element_reaches_each_place_equally_often():
-    n, epochs = 6, 2000
+    n, epochs = 6, 1000
     counts = np.zeros((n, n))
     for epoch in range(epochs):
         counts[np.arange(n), Permutation(n, seed=0, epoch=epoch)(np.arange(n))] += 1

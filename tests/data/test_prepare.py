@@ -5,7 +5,6 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from data.sources import jsonl
 from data.tokenizers import Bytes
 from data.tokens import TokenShards
 from tests import cli, warm
-from tests.cli import ROOT, flip
+from tests.cli import flip
 from tests.processes import wait_until
 
 TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600)]  # 70 kB
@@ -232,18 +231,6 @@ def test_verify_reads_source_files_that_are_too_large_to_read_each_time(settings
         os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
         assert Recipe(settings).fingerprint != manifest.fingerprint
         content[end] ^= 1
-
-
-def test_the_command_prepares_and_litters_nothing(tmp_path):
-    (tmp_path / "book.txt").write_text("once upon a time\n" * 100)
-    words = ["-m", "data.prepare", "data=text", "data.path=book.txt", "data.tokenizer=bytes", "verify=true"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "verified, 1,5" in done.stdout
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "tokens"]
 
 
 @pytest.mark.parametrize(

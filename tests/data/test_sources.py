@@ -23,11 +23,9 @@ from data.recipe import Recipe
 from data.settings import DataSettings
 from data.sources import jsonl, parquet, stdlib, text
 from tests.cli import ROOT
+from tests.data.test_tokenizers import GPT2_PATTERN
 
 EXTENDING = ROOT / "docs" / "extending.md"
-
-# GPT-2's pre-tokenizer; a piece of text between two of its matches is encoded by itself.
-GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 TEXTS = ["first", "", "second\nline", "dritte äöü", "四番目 \U0001f600", "last " * 50] * 7
 
@@ -37,8 +35,7 @@ def tiny_pieces(monkeypatch):
     """Units and batches of a few dozen bytes, so that small files are cut as large ones are."""
     for module in (sources, jsonl, parquet, text):
         for name, size in (("UNIT_BYTES", 300), ("BATCH_BYTES", 40)):
-            if hasattr(module, name):
-                monkeypatch.setattr(module, name, size)
+            monkeypatch.setattr(module, name, size, raising=False)
 
 
 def documents(units):
@@ -203,7 +200,7 @@ def test_text_gives_gpt2_the_same_pieces_wherever_it_is_cut(tmp_path_factory, co
 
 
 def split_like_gpt2(content):
-    return regex.findall(GPT2_PATTERN, content)
+    return regex.findall(GPT2_PATTERN, content)  # each is encoded by itself
 
 
 def test_text_without_a_place_to_cut_is_cut_between_characters(tmp_path, monkeypatch):
@@ -242,7 +239,7 @@ def test_stdlib_is_some_megabytes_of_python_without_tests():
     assert len(documents(units)) == len(files) + 1  # one is cut into training text and validation text
 
 
-def test_a_source_is_one_file(tmp_path):
+def test_a_source_is_one_file_and_the_command_that_prepares_it_litters_nothing(tmp_path):
     """That of docs/extending.md, as it stands there."""
     for folder in ("common", "data"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
@@ -257,14 +254,23 @@ def test_a_source_is_one_file(tmp_path):
         connection.execute("CREATE TABLE documents (text TEXT)")
         connection.executemany("INSERT INTO documents VALUES (?)", [(text,) for text in TEXTS])
         connection.commit()
-    words = ["-m", "data.prepare", "data=sqlite", "data.path=texts.sqlite", "data.tokenizer=bytes"]
-    environment = os.environ | {"PYTHONPATH": ""}
+    before = {path.name for path in tmp_path.iterdir()}
+    words = [
+        "-m",
+        "data.prepare",
+        "data=sqlite",
+        "data.path=texts.sqlite",
+        "data.tokenizer=bytes",
+        "verify=true",
+    ]
+    environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    train, val = map(int, re.search(r"ready (\d+) \+ (\d+)", done.stdout.replace(",", "")).groups())
+    train, val = map(int, re.search(r"verified (\d+) \+ (\d+)", done.stdout.replace(",", "")).groups())
     assert train + val == sum(len(text.encode()) + 1 for text in TEXTS if text)
+    assert {path.name for path in tmp_path.iterdir()} == {*before, "tokens"}
 
 
 # ------------------------------------------------------------------ which files
