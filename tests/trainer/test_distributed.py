@@ -81,10 +81,6 @@ def test_a_second_ctrl_c_is_said_to_stop_at_once():
         warm.call(functools.partial(distributed.start, is_interrupted_twice, processes=1))
 
 
-def refuse() -> None:
-    raise TrainingError("the disk is full")
-
-
 @pytest.mark.parametrize(
     ("code", "raised", "told"),
     [(1, Interrupted, "stopped before its first step"), (7, TrainingError, "ended with exit code 7")],
@@ -95,6 +91,7 @@ def test_a_process_that_ended_because_it_was_asked_to_did_not_fail(code, raised,
 
 
 def test_an_error_for_the_user_arrives_without_a_traceback():
-    """From a process that is started, not forked, as users' are."""
-    with pytest.raises(TrainingError, match=r"^the disk is full$"):
-        distributed.start(refuse, processes=1)
+    """From a process that is started, not forked, as users' are; here of a place where no run can be."""
+    no_place = TrainingDirectory(Path("x" * 300))
+    with pytest.raises(TrainingError, match=r"^cannot use the run dir.*: File name too long.*set run_dir=…$"):
+        distributed.start(no_place.is_finished_with, Settings(), processes=1)

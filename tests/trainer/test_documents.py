@@ -24,7 +24,7 @@ from trainer.probe import capture, errors, exact_layer
 
 END, CONTEXT = 60, 12
 SHAPE = LlamaConfig(
-    vocab_size=61, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=40, max_context=CONTEXT,
+    vocab_size=61, d_model=24, n_layers=1, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=40, max_context=CONTEXT,
     init_std=0.2,
 )  # fmt: skip
 #: Where separators lie in two sequences of 12 tokens.
@@ -118,7 +118,7 @@ def test_batches_with_other_numbers_of_documents_are_not_compiled_again(name):
 
 def test_the_probe_measures_attention_as_the_documents_see_it():
     llama, (inputs, targets, cu_seqlens) = model("sagebwd"), batch("different numbers")
-    captured = capture(llama, [1], inputs, targets, cu_seqlens, autocast=nullcontext)[1]
+    captured = capture(llama, [0], inputs, targets, cu_seqlens, autocast=nullcontext)[0]
     found = errors(captured, build("fpa").attend, exact_layer(captured)[0])
     assert all(found[f"{x}_l2"] < 1e-5 for x in ("o", "dq", "dk", "dv"))
 

@@ -61,6 +61,15 @@ def loses_its_terminal():
     warm.at_step(3, hang_up)
 
 
+def loses_its_reader():
+    """The other end of its output is closed after its first line; no signal says so."""
+    reader, writer = os.pipe()
+    for stream in (1, 2):
+        os.dup2(writer, stream)
+    os.close(writer)
+    threading.Thread(target=lambda: (os.read(reader, 1), os.close(reader))).start()
+
+
 def is_asked_while_it_prepares_data(number):
     """The signal comes while text is tokenized, which then takes longer than anyone waits."""
 
@@ -93,6 +102,17 @@ def test_it_saves_when_its_terminal_is_gone(datasets, tmp_path):
     assert "from step 4" in warm.run(settings)
 
 
+def test_a_run_goes_on_without_a_reader(datasets, tmp_path):
+    """As with `2>&1 | head -1`."""
+    run_dir = tmp_path / "run"
+    settings = warm.debug_settings(datasets, *SHORT, f"run_dir={run_dir}")
+    warm.run(settings, loses_its_reader)
+    assert (run_dir / "DONE").exists()
+    lines = (run_dir / "log.txt").read_text().splitlines()
+    assert len([line for line in lines if line.startswith("nobody reads <stderr> any more")]) == 1
+    assert any(line.startswith("finished: ") for line in lines[-4:])
+
+
 @pytest.fixture
 def unprepared(tmp_path):
     """Settings of a run whose text is prepared at first use."""
@@ -102,20 +122,14 @@ def unprepared(tmp_path):
     return warm.debug_settings(tmp_path / "data", *text, *run)
 
 
-def test_asked_to_stop_while_it_prepares_data_it_ends_at_once(unprepared):
-    began, number = time.monotonic(), signal.SIGINT
+def test_all_ranks_end_at_once_when_the_one_that_prepares_data_is_asked_to_stop(unprepared):
+    began, number = time.monotonic(), signal.SIGTERM
     asked = functools.partial(is_asked_while_it_prepares_data, number)
-    output = warm.run(unprepared, asked, code=128 + number)
-    assert time.monotonic() - began < 20  # with the start of the process
-    assert "stopped before the first step; the same command continues" in output
+    output = warm.two_ranks(unprepared, [asked], [], codes=(128 + number,) * 2)
+    assert time.monotonic() - began < 20  # with the start of the processes
+    assert output.count("stopped before the first step; the same command continues") == 2
     assert "Traceback" not in output
     warm.run(unprepared)
-
-
-def test_all_ranks_end_when_the_one_that_prepares_is_asked_to_stop(unprepared):
-    asked = functools.partial(is_asked_while_it_prepares_data, signal.SIGTERM)
-    output = warm.two_ranks(unprepared, [asked], [], codes=(128 + signal.SIGTERM,) * 2)
-    assert output.count("stopped before the first step") == 2
 
 
 def test_at_once_raises_for_a_signal_that_came_before():

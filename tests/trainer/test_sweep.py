@@ -151,6 +151,31 @@ def test_a_signal_between_runs_leaves_time_for_the_summary(tmp_path, name):
     assert printed == "went on\nsummary\n"
 
 
+INTERRUPTED_SWEEP = """
+import train
+from pathlib import Path
+from trainer import settings, sweep
+from common.errors import Interrupted
+
+def run(run_settings):
+    with Path(__file__).with_name("started").open("a") as file:
+        print(run_settings.seed, file=file)
+    raise Interrupted("stopped", 2)
+
+train.run = run
+settings.register()
+sweep.register()
+train.main()
+"""
+
+
+def test_an_interrupted_sweep_starts_no_other_run(tmp_path):
+    (tmp_path / "sweep.py").write_text(INTERRUPTED_SWEEP)
+    arguments = ["-m", "experiment=debug", "seed=1,2", f"runs_dir={tmp_path / 'runs'}"]
+    cli.run([sys.executable, str(tmp_path / "sweep.py"), *arguments], code=128 + signal.SIGINT)
+    assert (tmp_path / "started").read_text() == "1\n"
+
+
 def refuse(*runs, launcher="basic", hydra=()):
     settings.register()
     known = {"job": {"config_name": "train"}, "overrides": {"hydra": ["hydra.mode=MULTIRUN", *hydra]}}
