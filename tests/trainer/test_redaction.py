@@ -6,37 +6,34 @@ from types import SimpleNamespace
 import pytest
 import wandb
 
+from common.errors import SettingsError
 from common.redaction import redact
 from tests import warm
+from trainer import identity
 from trainer.record import start_wandb
-from trainer.settings import LoggerSettings
+from trainer.settings import LoggerSettings, Settings
 
 SECRET = "s3cret-value-123"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["KEY", "WANDB_API_KEY", "HF_TOKEN", "aws_secret_access_key", "DB_PASSWORD", "GITHUB_AUTH", "MY_PW"],
-)
+SECRETS = ["KEY", "WANDB_API_KEY", "HF_TOKEN", "aws_secret_access_key", "DB_PASSWORD", "GITHUB_AUTH", "MY_PW"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
 def test_values_of_variables_that_are_called_secret_are_replaced(monkeypatch, name):
     monkeypatch.setenv(name, SECRET)
-    assert redact({"a": [f"x{SECRET}y", 3, None], "b": {"c": SECRET}, "d": 1.5}) == {
-        "a": [f"x<redacted: {name}>y", 3, None],
-        "b": {"c": f"<redacted: {name}>"},
-        "d": 1.5,
-    }
+    given, wanted = (
+        {"a": [f"x{text}y", 3, None], "b": {"c": text}, "d": 1.5} for text in (SECRET, f"<redacted: {name}>")
+    )
+    assert redact(given) == wanted
 
 
-@pytest.mark.parametrize("name", ["TIKTOKEN_CACHE_DIR", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME", "MONKEY"])
-def test_other_variables_are_recorded(monkeypatch, name):
-    monkeypatch.setenv(name, SECRET)
-    assert redact(SECRET) == SECRET
-
-
-def test_short_values_are_recorded(monkeypatch):
+def test_other_variables_and_short_values_are_recorded(monkeypatch):
     """TOKENS_KEY=true must not replace every true."""
+    for name in ("TIKTOKEN_CACHE_DIR", "HF_TOKEN_PATH", "SSH_AUTH_SOCK", "HOME", "MONKEY"):
+        monkeypatch.setenv(name, SECRET)
     monkeypatch.setenv("TOKENS_KEY", "true")
-    assert redact("skip=true") == "skip=true"
+    assert redact(f"{SECRET} skip=true") == f"{SECRET} skip=true"
 
 
 def test_the_longest_of_two_secrets_goes_first(monkeypatch):
@@ -101,3 +98,13 @@ def test_wandb_gets_no_secret(monkeypatch, tmp_path):
     assert given["config"] == {"data": {"path": ["<redacted: MY_API_KEY>"]}}
     assert given["settings"].disable_git
     assert len(given["settings"].git_commit.rstrip("+")) == 40
+
+
+def test_variables_in_recorded_settings_stay_text(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    with pytest.raises(SettingsError, match=r"MY_API_KEY") as error:
+        Settings(attention={"backend": "fpa", "sdpa": "${oc.env:MY_API_KEY}"})
+    assert SECRET not in str(error.value)
+    stored = Settings().recorded()
+    stored["attention"] = {"backend": "sagebwd", "kernels": "${oc.env:MY_API_KEY}"}
+    assert SECRET not in identity.changes(stored, Settings())

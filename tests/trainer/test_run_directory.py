@@ -2,23 +2,20 @@ import json
 import os
 import subprocess
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from common.errors import TrainingError
 from common.files import append_line, read_lines, write_text
 from data.settings import DataSettings
+from scripts.runs import read_settings
 from tests import warm
 from trainer import identity
-from trainer.run_directory import read_metrics, write_seal
+from trainer.run_directory import RunDirectory, read_metrics, write_seal
 from trainer.settings import OptimizerSettings, Settings
 from trainer.start import TrainingDirectory, default_name
-
-
-def test_name_comes_from_the_overrides_in_any_order():
-    assert default_name(["tps=260k", "attention=sagebwd"]) == "attention-sagebwd+tps-260k"
-    assert default_name(["attention=sagebwd", "tps=260k", "run_dir=x"]) == "attention-sagebwd+tps-260k"
-    assert default_name([]) == "default"
 
 
 @pytest.mark.parametrize("left", [None, "metrics.jsonl", "DIVERGED"])
@@ -51,21 +48,15 @@ def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
     assert directory.validation_loss() == 2.5
 
 
-def test_names_of_different_runs_differ(tmp_path):
-    overrides = [
-        ["data.path=a/b"],
-        ["data.path=a-b"],
-        ["data.path=a_b"],
-        ["data.path=" + "x" * 300],
-        ["data.path=" + "x" * 300 + "y"],
-        ["data.path=" + "日" * 85],
-        ["data.path=" + "日" * 84 + "月"],
-        ["data.path=" + "日" * 300],
-        ["data.path=a\udcff"],
-        ["tps=260k"],
-        ["tps=2.1m"],
+def test_name_comes_from_the_overrides_in_any_order_and_differs_for_different_runs(tmp_path):
+    assert default_name(["tps=260k", "attention=sagebwd"]) == "attention-sagebwd+tps-260k"
+    assert default_name(["attention=sagebwd", "tps=260k", "run_dir=x"]) == "attention-sagebwd+tps-260k"
+    assert default_name([]) == "default"
+    paths = ["a/b", "a-b", "a_b", "x" * 300, "x" * 300 + "y", "a\udcff"]
+    paths += ["日" * 85, "日" * 84 + "月", "日" * 300]
+    names = [
+        default_name([one]) for one in (*(f"data.path={path}" for path in paths), "tps=260k", "tps=2.1m")
     ]
-    names = [default_name(o) for o in overrides]
     assert len(set(names)) == len(names)
     for name in names:
         (tmp_path / name).mkdir()  # raises if it is no name
@@ -76,11 +67,6 @@ def opened(path, **settings):
     with directory.locked():
         directory.open(Settings(**settings))
     return directory
-
-
-def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
-    opened(tmp_path / "run", seed=1)
-    assert "seed: 2" in opened(tmp_path / "run", seed=2).config.read_text()
 
 
 def checkpoint_of(directory, step=1, **settings):
@@ -106,8 +92,11 @@ def refused(path, match, **settings):
     assert everything_in(path) == before
 
 
-def test_metrics_without_a_checkpoint_are_of_one_run_only(tmp_path):
+def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
+    """Metrics without a checkpoint are some."""
+    opened(tmp_path / "run", seed=2)
     directory = opened(tmp_path / "run", seed=1)
+    assert "seed: 1" in directory.config.read_text()
     directory.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     refused(tmp_path / "run", r"(?s)other settings.*seed was 1, is now 2.*run_dir", seed=2)
     opened(tmp_path / "run", seed=1)  # killed before its first checkpoint, for example
@@ -245,9 +234,8 @@ def test_a_damaged_line_of_the_metrics_is_named_with_the_command_that_removes_it
     good = ['{"step": 1}', '{"step": 2}', '{"step": 3}']
     directory.metrics.write_bytes("\n".join([*good[:2], line, good[2], ""]).encode("latin-1"))
     before = directory.metrics.read_bytes()
-    with pytest.raises(
-        ValueError, match=r"line 3 of .*metrics\.jsonl is damaged .*delete that line: "
-    ) as error:
+    told = r"line 3 of .*metrics\.jsonl is damaged .*delete that line: "
+    with pytest.raises(ValueError, match=told) as error:
         directory.truncate_metrics(2)
     assert directory.metrics.read_bytes() == before
     subprocess.run(str(error.value).rpartition("delete that line: ")[2], shell=True, check=True)
@@ -337,3 +325,30 @@ def test_what_may_change():
     """A mark of a group holds unless a setting has its own."""
     assert [name for name in EXECUTES.split() if not identity.may_change(name)] == []
     assert [name for name in COMPUTES.split() if identity.may_change(name)] == []
+
+
+# ------ recorded settings are data
+
+texts = (
+    st.text()
+    | st.sampled_from("\x85\u2028\u2029\ufeff")
+    | st.lists(st.sampled_from(["${", "}", "\\", "oc.env:HOME", "x", "'", "$", "{"])).map("".join)
+)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(texts, texts)
+def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, column):
+    data = DataSettings(column=column, validation={"a": {"b": prompt}})
+    stored = Settings(sample_prompt=prompt, data=data).recorded()
+    config = tmp_path_factory.getbasetemp() / "config.yaml"
+    config.write_bytes(identity.as_yaml(stored).encode())
+    assert identity.read(config) == stored
+    complete = stored | {"tps": {"tokens_per_step": 8, "warmup_steps": 1}}
+    for group in ("optimizer", "logger", "hardware", "probe", "spike"):
+        complete[group] = {name: 1 for name, value in stored[group].items() if value == "???"}
+    complete |= {name: 1 for name, value in complete.items() if value == "???" and name != "sample_prompt"}
+    config.write_bytes(identity.as_yaml(complete).encode())
+    read = read_settings(RunDirectory(config.parent))
+    assert (read.sample_prompt, read.data.column) == (prompt, column)
+    assert read.data.validation == {"a": {"b": prompt}}
