@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import get_wsd_schedule
 
 from common.errors import TrainingError
+from model.backends import fpa
 from model.config import LlamaConfig
 from model.llama import Llama
+from trainer import parallel
 from trainer.distributed import Ranks
 from trainer.divergence import names_not_finite, not_finite
 from trainer.optimizer import build_optimizer, learning_rate, set_learning_rate
@@ -129,6 +133,98 @@ def test_wsd_decays_in_one_step_at_least_and_in_all_at_most():
     assert whole == sorted(set(whole), reverse=True)
 
 
+# ------ every setting, at another value than its default, against the formula in float64
+
+#: None of these is a default.
+OTHERS = OptimizerSettings(
+    lr=3e-2, min_lr_ratio=0.2, beta1=0.7, beta2=0.8, eps=0.05, weight_decay=0.3, grad_clip=0.2
+)
+OTHER_MUON = replace(OTHERS, name="muon", muon_lr=0.07, muon_lr_scale="original", muon_momentum=0.6)
+RMS = replace(OTHER_MUON, muon_lr=None, muon_lr_scale="match_rms_adamw")
+STEPS = 3
+
+
+def steps(settings):
+    """The model after some steps; by name, its weights before in float64, and the gradients of each step."""
+    llama = make_llama(n_layers=1)
+    before = {name: x.detach().double() for name, x in llama.named_parameters()}
+    gradients = {name: [torch.randn_like(x) for _ in range(STEPS)] for name, x in llama.named_parameters()}
+    optimizer = build_optimizer(llama, settings)
+    for step in range(STEPS):
+        set_learning_rate(optimizer, settings.lr)
+        for name, parameter in llama.named_parameters():
+            parameter.grad = gradients[name][step].clone()
+        optimizer.step()
+    return llama, before, gradients
+
+
+def by_adamw(x, gradients):
+    """Loshchilov and Hutter's algorithm 2."""
+    m = v = torch.zeros_like(x)
+    decay = OTHERS.weight_decay if x.dim() == 2 else 0.0
+    for t, gradient in enumerate(gradients, start=1):
+        g = gradient.double()
+        m = OTHERS.beta1 * m + (1 - OTHERS.beta1) * g
+        v = OTHERS.beta2 * v + (1 - OTHERS.beta2) * g**2
+        direction = m / (1 - OTHERS.beta1**t) / ((v / (1 - OTHERS.beta2**t)).sqrt() + OTHERS.eps)
+        x = x - OTHERS.lr * (direction + decay * x)
+    return x
+
+
+def by_muon(x, gradients, settings):
+    """Nesterov momentum, its singular values taken near one by five Newton–Schulz iterations."""
+    momentum, matches = torch.zeros_like(x), settings.muon_lr_scale == "match_rms_adamw"
+    rate = settings.muon_lr or settings.lr
+    size = 0.2 * max(x.shape) ** 0.5 if matches else max(1, x.shape[0] / x.shape[1]) ** 0.5
+    for gradient in gradients:
+        g = gradient.double()
+        momentum = OTHER_MUON.muon_momentum * momentum + (1 - OTHER_MUON.muon_momentum) * g
+        u, s, vt = torch.linalg.svd(g.lerp(momentum, OTHER_MUON.muon_momentum), full_matrices=False)
+        s = s / s.norm()
+        for _ in range(5):
+            s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        x = (1 - rate * settings.weight_decay) * x - rate * size * (u @ s.diag() @ vt)
+    return x
+
+
+@pytest.mark.parametrize("settings", [OTHERS, OTHER_MUON, RMS], ids=["adamw", "muon", "rms"])
+def test_weights_follow_the_formula(settings):
+    llama, before, gradients = steps(settings)
+    for name, found in llama.named_parameters():
+        if settings.name == "muon" and name.endswith("_proj.weight"):
+            wanted = by_muon(before[name], gradients[name], settings)
+            moved = (wanted - before[name]).norm()
+            assert (found.double() - wanted).norm() < 0.02 * moved, name  # torch iterates in bfloat16
+        else:
+            wanted = by_adamw(before[name], gradients[name])
+            torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_gradients_are_clipped_to_the_norm_that_is_set(train_here, tmp_path):
+    """As the optimizer sees them: AdamW hardly sees a factor of all gradients, so weights would not tell."""
+    norms = []
+
+    def note(optimizer, *_):
+        gradients = [p.grad.flatten() for group in optimizer.param_groups for p in group["params"]]
+        norms.append(torch.cat(gradients).norm().item())
+
+    hook = register_optimizer_step_pre_hook(note)
+    try:
+        train_here(tmp_path, "steps=3", "sample_tokens=0", "probe.every=0", "optimizer.grad_clip=0.05")
+    finally:
+        hook.remove()
+    assert norms == pytest.approx([0.05] * 3, rel=1e-4)
+
+
+def test_clipping_returns_the_norm_before():
+    model = torch.nn.Linear(3, 2)
+    model.weight.grad, model.bias.grad = torch.full((2, 3), 2.0), torch.full((2,), 1.0)
+    assert parallel.clip_gradients(model, None).item() == pytest.approx(26**0.5)
+    assert parallel.clip_gradients(model, 1.0).item() == pytest.approx(26**0.5)
+    assert parallel.clip_gradients(model, 1.0).item() == pytest.approx(1.0, abs=1e-5)
+    assert model.weight.grad.norm().item() == pytest.approx((24 / 26) ** 0.5, rel=1e-4)
+
+
 # ---------------------------------------------------------------------- a class by its path
 
 
@@ -170,3 +266,42 @@ def test_it_is_saved_and_resumed(train_here, tmp_path, name):
 def test_a_path_that_makes_no_optimizer_is_named(train_here, tmp_path, overrides, told):
     with pytest.raises(TrainingError, match=rf"optimizer\._target_=torch.*{told}"):
         train_here(tmp_path / "run", "steps=1", *overrides)
+
+
+# ---------------------------------------------------------------------- recomputation
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.counts[operator] = self.counts.get(operator, 0) + 1
+        return operator(*args, **(kwargs or {}))
+
+
+def step_of(hardware):
+    """Loss, gradients, and how often attention and matrix products ran."""
+    llama = make_llama()
+    wrapped, whole = parallel.place(llama, hardware, ALONE, saved_operators=fpa.SAVED_OPERATORS)
+    assert wrapped is whole is llama
+    tokens = torch.randint(37, (2, 9), generator=torch.Generator().manual_seed(1))
+    with Counted() as ran:
+        loss = whole(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+    operators = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.aten.mm)
+    return loss.detach(), [p.grad for p in llama.parameters()], *(ran.counts[x.default] for x in operators)
+
+
+def test_recomputation_changes_no_bit_and_repeats_all_but_attention(compose_settings):
+    hardware = compose_settings("experiment=debug").hardware
+    loss, gradients, attention, products = step_of(hardware)
+    hardware.recompute = "blocks"
+    loss_again, gradients_again, attention_again, products_again = step_of(hardware)
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, gradients_again, strict=True))
+    assert attention_again == attention == 2
+    assert products_again > products
