@@ -12,7 +12,7 @@ from tests import warm
 from tests.processes import descendants, is_running, wait_until
 from trainer.processes import Job, run_all
 
-TIMES = "echo $CUDA_VISIBLE_DEVICES; date +%s.%N; sleep 0.4; date +%s.%N"
+TIMES = "echo $CUDA_VISIBLE_DEVICES; date +%s.%N; sleep 0.25; date +%s.%N"
 
 
 def job(folder, name, script, gpus=0, **environment):
@@ -22,14 +22,9 @@ def job(folder, name, script, gpus=0, **environment):
 def run(jobs, gpus=(), limit=1):
     """The signal that stopped them, and how each ended by its name; None for those that began and did not."""
     ended = {}
-    stopped_by = run_all(
-        jobs,
-        gpus=gpus,
-        limit=limit,
-        on_start=lambda job: ended.update({job.name: None}),
-        on_end=lambda job, outcome: ended.update({job.name: outcome}),
-    )
-    return stopped_by, ended
+    note = {"on_start": lambda job: ended.update({job.name: None})}
+    note["on_end"] = lambda job, outcome: ended.update({job.name: outcome})
+    return run_all(jobs, gpus=gpus, limit=limit, **note), ended
 
 
 def test_each_has_gpus_of_its_own_and_begins_in_its_turn(tmp_path):
@@ -101,11 +96,8 @@ def test_a_stop_lets_the_running_ones_save_and_starts_no_more(tmp_path, capfd, n
     threading.Thread(target=signal_when, args=("ready", jobs[:3], number), daemon=True).start()
     stopped_by, ended = run(jobs, limit=3)
     assert stopped_by == number
-    assert {name: outcome.kind for name, outcome in ended.items()} == {
-        "saves": "interrupted",
-        "finishes": "finished",
-        "fails": "failed",
-    }
+    kinds = {name: outcome.kind for name, outcome in ended.items()}
+    assert kinds == {"saves": "interrupted", "finishes": "finished", "fails": "failed"}
     assert all(job.output.read_text() == "ready\nsaved\n" for job in jobs[:3])
     assert "stopping: 3 running, which save first; 1 not started" in capfd.readouterr().err
     assert signal.getsignal(number) == before

@@ -24,9 +24,8 @@ def test_records_reach_the_file_line_by_line_and_wandb(tmp_path, capsys):
     record.write({"step": 1, "loss": 2.5, "mfu": None})
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5, "mfu": None}
     record.write({"step": 2, "loss": 2.0, "grad_norm": float("nan")})
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[
-        1
-    ] == '{"step": 2, "loss": 2.0, "grad_norm": null}'
+    _, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert second == '{"step": 2, "loss": 2.0, "grad_norm": null}'
     record.progress(2.5, 1234.0, 0.25)
     record.advance()
     record.close()
@@ -62,6 +61,9 @@ def test_records_reach_tensorboard_without_what_is_not_a_number(tmp_path, monkey
         call().add_text("sample", "text", 6),
         call().close(),
     ]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # not installed
+    with pytest.raises(TrainingError, match="pip install"):
+        TensorBoard(tmp_path, 0)
 
 
 def test_one_logger_that_fails_does_not_stop_the_other(tmp_path, caplog):
@@ -75,18 +77,12 @@ def test_one_logger_that_fails_does_not_stop_the_other(tmp_path, caplog):
     assert caplog.text.count("TensorBoard failed (OSError: no room)") == 1
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(TrainingError, match="pip install"):
-        TensorBoard(tmp_path, 0)
-
-
 def test_stopwatch_leaves_pauses_out():
     watch = Stopwatch(torch.device("cpu"))
     watch.start()
     time.sleep(0.02)
     with watch.paused(), watch.paused():
-        time.sleep(0.2)
+        time.sleep(0.15)
     time.sleep(0.02)
     assert 0.04 <= watch.take() < 0.15
     assert watch.take() < 0.02  # starts from zero, and still runs

@@ -33,9 +33,8 @@ def calls(monkeypatch):
         made.append(arguments)
         return Mock(spec=wandb.Run, offline=False, url=f"https://wandb.test/{arguments['id']}")
 
-    monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "login", lambda **_: False)
-    monkeypatch.setattr(wandb, "teardown", lambda exit_code: None)
+    for name, stand_in in (("init", init), ("login", lambda **_: False), ("teardown", Mock())):
+        monkeypatch.setattr(wandb, name, stand_in)
     return made
 
 
@@ -121,11 +120,8 @@ def test_a_run_has_one_id(tmp_path, calls, caplog, monkeypatch):
 
 def test_tokens_are_the_axis_and_samples_a_table_that_a_resumed_run_continues(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    before = [
-        {"step": 1, "tokens": 10, "loss": 2.0},
-        {"step": 1, "tokens": 10, "val_loss": 2.0, "sample": "a"},
-    ]
-    metrics.write_text("".join(json.dumps(record) + "\n" for record in before))
+    before = {"step": 1, "tokens": 10, "val_loss": 2.0, "sample": "a"}
+    metrics.write_text(f'{{"step": 1, "tokens": 10, "loss": 2.0}}\n{json.dumps(before)}\n')
     run = Mock(spec=wandb.Run)
     logger = WandbRun(run, metrics)
     assert run.define_metric.mock_calls == [call("tokens"), call("*", step_metric="tokens")]
