@@ -1,5 +1,3 @@
-"""A unit's shards do not depend on how its source hands its documents over."""
-
 from types import SimpleNamespace
 
 import pyarrow as pa

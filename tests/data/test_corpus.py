@@ -1,5 +1,3 @@
-"""Opening the data of a run: prepared on first use when small, otherwise by the command that is named."""
-
 import dataclasses
 import shlex
 import shutil
@@ -24,14 +22,12 @@ def settings(tmp_path):
 
 
 def composed(*overrides):
-    """The data settings of `python -m data.prepare` with these arguments."""
     prepare.register()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return OmegaConf.to_object(compose("prepare", list(overrides))).data
 
 
 def pasted(line):
-    """The data settings of a command that a shell reads."""
     python, option, module, *overrides = shlex.split(line)
     assert (python, option, module) == ("python", "-m", "data.prepare")
     return composed(*overrides)

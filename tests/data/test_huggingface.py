@@ -1,5 +1,3 @@
-"""Datasets by name: folders like the Hub's, files of a format, and other file systems."""
-
 import csv
 import dataclasses
 import gc

@@ -1,5 +1,3 @@
-"""Our tokenizers as Hugging Face files: transformers makes the same ids and the same text of them."""
-
 import random
 
 import numpy as np
@@ -31,7 +29,6 @@ def read(tokenizer, folder):
 
 @pytest.fixture(scope="module", params=["bytes", "small", "gpt2"])
 def pair(request, tmp_path_factory):
-    """A tokenizer, and what transformers reads of it."""
     if request.param == "gpt2":
         try:
             ours = tokenizers.load("gpt2")

@@ -1,5 +1,3 @@
-"""Batches: the right tokens, each sequence once an epoch, the same step for any number of ranks."""
-
 import itertools
 import queue
 import threading

@@ -1,5 +1,3 @@
-"""Mixtures: exact shares at every moment, and each source read as if it were alone."""
-
 import numpy as np
 import pytest
 import torch

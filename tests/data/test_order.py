@@ -1,5 +1,3 @@
-"""The computed order is a permutation, differs between epochs and seeds, and looks uniform."""
-
 import numpy as np
 import pytest
 

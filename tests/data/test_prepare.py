@@ -1,5 +1,3 @@
-"""From files to shards: the right tokens, the same bytes however the work went, and nothing half done."""
-
 import dataclasses
 import fcntl
 import hashlib
@@ -31,7 +29,6 @@ TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    """JSON Lines in ten units."""
     for module in (sources, jsonl):
         monkeypatch.setattr(module, "UNIT_BYTES", 8000)
     path = tmp_path / "texts.jsonl"
@@ -41,7 +38,6 @@ def settings(tmp_path, monkeypatch):
 
 
 def prepare(settings):
-    """Prepare a text; its folder."""
     text = Recipe(settings)
     prepare_recipe(text)
     return text.folder
@@ -92,7 +88,6 @@ def test_any_number_of_processes_makes_the_same_bytes_once(settings, tmp_path, m
 
 
 def prepare_slowly(settings):
-    """In a process of its own."""
     sources.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
     encode_batch = Bytes.encode_batch
     Bytes.encode_batch = lambda self, texts: time.sleep(0.1) or encode_batch(self, texts)
@@ -162,9 +157,6 @@ def test_waits_for_another_preparation_of_the_same_folder(settings, caplog):
     assert (folder / "manifest.json").exists()
 
 
-# ------------------------------------------------------------------ failures
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_unusable_text_is_named_and_nothing_passes_for_prepared(settings, processes):
     settings.processes = processes
@@ -193,9 +185,6 @@ def test_a_wrong_number_of_documents_is_refused(settings):
     Path(settings.path).write_text('{"text": "alone"}\n')
     with pytest.raises(ValueError, match=r"no text is left for the train split"):
         prepare(settings)
-
-
-# ------------------------------------------------------------------ the command
 
 
 def test_verify_reads_every_shard(settings, capsys):

@@ -1,5 +1,3 @@
-"""From settings to texts: each made of what its settings say, and settings that cannot work named."""
-
 import dataclasses
 import json
 import os

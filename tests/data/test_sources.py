@@ -1,5 +1,3 @@
-"""Each format yields its documents, in order, wherever it is cut; unusable text is named by file and row."""
-
 import contextlib
 import gzip
 import json
@@ -52,7 +50,6 @@ def documents(units):
 
 
 def load(source, path, **changed):
-    """The units of a text."""
     return Recipe(DataSettings(source=source, path=str(path), **changed)).units
 
 
@@ -62,9 +59,6 @@ def write_parquet(path, texts, kind=None, **options):
 
 def write_jsonl(path, texts):
     path.write_text("\n\n".join(json.dumps({"text": text, "id": 1}, ensure_ascii=False) for text in texts))
-
-
-# ------------------------------------------------------------------ parquet
 
 
 @pytest.mark.parametrize(
@@ -102,9 +96,6 @@ def test_a_flipped_byte_of_parquet_with_checksums_is_named_or_harmless(tmp_path,
             faults.append(str(error))
     assert len(faults) > 30
     assert all(f"{path} cannot be read as parquet" in fault for fault in faults)
-
-
-# ------------------------------------------------------------------ JSON Lines
 
 
 def test_jsonl_is_the_same_wherever_it_is_cut(tmp_path, monkeypatch):
@@ -167,9 +158,6 @@ def test_jsonl_that_can_not_be_used_is_named_by_line(tmp_path, monkeypatch, line
             documents(load("jsonl", tmp_path / name))
 
 
-# ------------------------------------------------------------------ plain text
-
-
 @pytest.mark.usefixtures("tiny_pieces")
 def test_text_is_a_document_per_file(tmp_path):
     for name, content in (("b", "x y\n" * 400), ("a", "short"), ("c/d", "日本 語\n" * 90), ("b0", "")):
@@ -187,7 +175,6 @@ def test_text_is_a_document_per_file(tmp_path):
 @example("a\t \u00a0b", 1)
 @given(st.text(alphabet="aé \n\t.7\u00a0\u3000語\U0001f600", max_size=200), st.integers(1, 30))
 def test_text_gives_gpt2_the_same_pieces_wherever_it_is_cut(tmp_path_factory, content, size):
-    """The ids of a cut text, concatenated, are the ids of the whole."""
     path = tmp_path_factory.getbasetemp() / "cut.txt"
     path.write_text(content, newline="")
     with pytest.MonkeyPatch.context() as patch:
@@ -225,9 +212,6 @@ def test_text_holds_out_its_end(tmp_path):
     val = documents(unit for unit in units if unit.split == "val")
     assert "".join(train + val) == content
     assert len("".join(val)) == pytest.approx(0.1 * len(content), abs=20)
-
-
-# ------------------------------------------------------------------ the others
 
 
 def test_stdlib_is_some_megabytes_of_python_without_tests():
@@ -273,9 +257,6 @@ def test_a_source_is_one_file_and_the_command_that_prepares_it_litters_nothing(t
     assert {path.name for path in tmp_path.iterdir()} == {*before, "tokens"}
 
 
-# ------------------------------------------------------------------ which files
-
-
 @pytest.mark.parametrize("name", ["x(1).txt", "a b,c=v.txt", "[1].txt", "語.txt"])
 def test_any_name_of_a_file_is_read_also_in_the_home_folder(tmp_path, monkeypatch, name):
     (tmp_path / name).write_text("once upon a time")
@@ -311,9 +292,6 @@ def test_folders_behind_links_are_found_and_hidden_ones_are_not(tmp_path):
     for pattern in ("**/*.txt", "*/*.txt", "**"):
         found = matching(str(tmp_path / "data" / pattern), (".txt",))
         assert found == [tmp_path / "data" / "part [2]" / "x.txt"]
-
-
-# ------------------------------------------------------------------ identity and emptiness
 
 
 def test_the_fingerprint_follows_the_content_not_the_place_or_time(tmp_path):

@@ -1,5 +1,3 @@
-"""A tokenizer.json of one's own: the ids of its library, end-of-text apart, and its faults named."""
-
 import dataclasses
 import json
 from contextlib import nullcontext
@@ -206,8 +204,6 @@ def test_a_text_that_a_tokenizer_has_no_tokens_for_is_named(tmp_path):
         with pytest.raises(ValueError, match=r"words.json cannot encode a text .*another tokenizer"):
             encode("b")
 
-
-# ------------------------------------------------------------------ bytes that a validation predicts
 
 TEXTS = ["the", "the  thing\n in 日本語", "", "thing é thing", "the thing " * 30]
 

@@ -1,5 +1,3 @@
-"""Ids and text: round trips, end-of-text, and the same ids whichever library makes them."""
-
 import importlib.util
 import sys
 from types import ModuleType
@@ -41,7 +39,6 @@ def large_strings(texts):
 
 
 def documents(tokenizer, texts):
-    """The ids of each document, and their end."""
     ids, lengths = tokenizer.encode_documents(large_strings(texts))
     assert ids.dtype == np.dtype("<u2")
     assert lengths.sum() == len(ids)

@@ -1,5 +1,3 @@
-"""Shards on disk: one array in front, and refused by name when they have changed."""
-
 import dataclasses
 import itertools
 import os

@@ -1,5 +1,3 @@
-"""What the model tests share."""
-
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +10,6 @@ from model.llama import Llama
 
 @pytest.fixture(autouse=True)
 def _reproducible() -> None:
-    """The same random numbers in every run."""
     torch.manual_seed(0)
 
 
@@ -43,5 +40,4 @@ def make_model(make_config: Callable[..., LlamaConfig]) -> Callable[..., Llama]:
 
 @pytest.fixture
 def tokens() -> torch.Tensor:
-    """Three sequences of 19 tokens."""
     return torch.randint(61, (3, 19))

@@ -65,9 +65,6 @@ def test_null_is_the_default_and_settings_of_other_attentions_are_left_out():
     assert record == {"backend": "fpa", "sdpa": None}
 
 
-# fpa
-
-
 @pytest.mark.parametrize(
     ("capability", "usable", "shape", "chosen"),
     [
@@ -188,9 +185,6 @@ def test_documents_on_a_gpu_are_those_of_float64(sdpa):
         gradients = torch.autograd.grad(out, leaves, grad)
         for found, wanted in zip((out, *gradients), (exact.out, exact.dq, exact.dk, exact.dv), strict=True):
             assert relative_l2(found, wanted) < 0.01
-
-
-# sagebwd
 
 
 def test_every_setting_of_the_library_can_be_set():

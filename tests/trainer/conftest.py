@@ -33,7 +33,6 @@ def train_here(datasets, monkeypatch):
 
 
 def train(run_settings, monkeypatch):
-    """That run, at its end."""
     directory = TrainingDirectory(Path(run_settings.run_dir))
     with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", warm.no_picture)

@@ -1,5 +1,3 @@
-"""A user's own code in a run: what it is called with, what it may add, and which one an error names."""
-
 import re
 import subprocess
 from pathlib import Path

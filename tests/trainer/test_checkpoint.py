@@ -56,7 +56,6 @@ def train_step(model, optimizer, inputs=None):
 
 
 def state_of(model, optimizer):
-    """Copies of weights and moments; of shards those of this rank."""
     moments = [value for state in optimizer.state.values() for value in state.values()]
     local = (x.to_local() if isinstance(x, DTensor) else x for x in (*model.parameters(), *moments))
     return [x.detach().clone() for x in local]
@@ -68,8 +67,6 @@ def assert_same(left, right):
 
 
 class Waiting(Checkpoints):
-    """Each is there when `save` returns."""
-
     def save(self, *state):
         super().save(*state)
         self.wait()
@@ -176,12 +173,8 @@ def test_what_torch_says_of_a_full_disk_is_told_as_that(cause):
     assert _reason(dcp.CheckpointException("", {1: (error, None)})).startswith("the disk is full")
 
 
-# in the background
-
-
 @pytest.fixture
 def gate(monkeypatch):
-    """Writing waits in front of it until it is set."""
     opened = threading.Event()
     save = dcp.save
     monkeypatch.setattr(dcp, "save", lambda *state, **where: opened.wait(30) and save(*state, **where))
@@ -303,7 +296,6 @@ def test_close_lets_the_write_end_and_hides_no_other_error(tmp_path, monkeypatch
 
 
 def sharded(seed):
-    """A model and optimizer of which each rank holds a part."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 5))  # parts of unequal size
     for module in (*model, model):

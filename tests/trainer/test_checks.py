@@ -110,7 +110,6 @@ def test_bad_settings_name_a_fix_that_works(compose_settings, overrides, named):
 
 
 def with_setting(settings, name, value):
-    """The settings with another value."""
     fixed = copy.deepcopy(settings)
     group, _, key = name.rpartition(".")
     setattr(attrgetter(group)(fixed) if group else fixed, key, value)

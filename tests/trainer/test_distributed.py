@@ -1,5 +1,3 @@
-"""The processes of a run on one machine: which sockets they open, and that they end with their launcher."""
-
 import functools
 import os
 import signal
@@ -25,7 +23,6 @@ needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="read
 
 
 def train_and_hold(settings: Settings) -> None:
-    """Train, but for ever wait before a step in the middle."""
     warm.at_step(HELD_AT, lambda trainer: time.sleep(600))
     train(settings)
 

@@ -1,5 +1,3 @@
-"""data.mask_documents: a model of packed documents against each document alone."""
-
 import json
 import shutil
 from contextlib import nullcontext
@@ -63,7 +61,6 @@ def batch(case):
 
 
 def documents(row, separator):
-    """The documents of one sequence, as slices."""
     ends = [i + 1 for i, token in enumerate(row.tolist()) if token == separator]
     return [slice(*pair) for pair in pairwise(dict.fromkeys((0, *ends, len(row))))]
 
@@ -123,12 +120,8 @@ def test_the_probe_measures_attention_as_the_documents_see_it():
     assert all(found[f"{x}_l2"] < 1e-5 for x in ("o", "dq", "dk", "dv"))
 
 
-# ---------------------------------------------------------------------- a run
-
-
 @pytest.fixture
 def text(tmp_path):
-    """Settings of a text of short documents."""
     path = tmp_path / "short.jsonl"
     lengths = np.random.default_rng(5).integers(0, 60, 400)
     path.write_text("".join(json.dumps({"text": ("abc def. " * 8)[:n]}) + "\n" for n in lengths))

@@ -30,7 +30,6 @@ def rows(name):
 
 
 def allocated(settings, ranks):
-    """What PyTorch's allocator would count, in GiB."""
     parts = memory_parts(settings, ranks)
     return sum(size for name, size in parts.items() if not name.startswith("CUDA")) / 2**30
 
@@ -140,9 +139,6 @@ def test_peaks_are_those_of_the_very_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
     assert estimate.peak_tflops(torch.device("cuda")) == 756
     assert estimate.peak_tflops(torch.device("cpu")) is None
-
-
-# ------------------------------------------------------------------ time, disk and the table
 
 
 def test_mfu_and_scaling_are_the_measured_ones():

@@ -1,5 +1,3 @@
-"""Signals that ask a run to stop, at any stage of it."""
-
 import ctypes
 import functools
 import os
@@ -19,9 +17,6 @@ from tests.cli import ROOT
 from trainer.processes import StopRequest
 
 SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")
-
-
-# ------------------------------------------------------------------ faults: called in the process of the run
 
 
 def sends_itself(number):
@@ -80,9 +75,6 @@ def is_asked_while_it_prepares_data(number):
     Bytes.encode_batch = encode_batch
 
 
-# ------------------------------------------------------------------ tests
-
-
 def test_what_a_ctrl_c_does_is_said_before_the_step_ends(datasets, tmp_path):
     settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
     output = warm.run(settings, is_interrupted_in_a_call_into_c, code=128 + signal.SIGINT)
@@ -115,7 +107,6 @@ def test_a_run_goes_on_without_a_reader(datasets, tmp_path):
 
 @pytest.fixture
 def unprepared(tmp_path):
-    """Settings of a run whose text is prepared at first use."""
     (tmp_path / "book.jsonl").write_text('{"text": "It was a dark and stormy night."}\n' * 500)
     text = ("data=jsonl", f"data.path={tmp_path / 'book.jsonl'}", "data.tokenizer=bytes", "context=16")
     run = (*SHORT, "hardware.micro_batch=2", f"run_dir={tmp_path / 'run'}")

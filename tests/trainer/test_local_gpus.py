@@ -29,7 +29,6 @@ touch "$(dirname "$(readlink /proc/$$/fd/1)")/DONE"
 
 @pytest.fixture(autouse=True)
 def signals_and_environment(monkeypatch):
-    """Put back what a sweep changes in its process."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for name in ("WANDB_RUN_GROUP", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "")  # and put back as it was
@@ -73,7 +72,6 @@ def no_task(config):
 
 
 def outputs(folder):
-    """What each run printed, by the name of its directory."""
     return {path.parent.name: path.read_text().splitlines() for path in sorted(folder.glob("*/output.txt"))}
 
 

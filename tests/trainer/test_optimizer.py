@@ -76,8 +76,6 @@ def test_momentum_that_is_not_finite_is_named():
     assert not_finite(llama, optimizer, ALONE) == ["layers.1.mlp.up_proj.weight (momentum_buffer)"]
 
 
-# ------ learning rate
-
 WSD = replace(SETTINGS, schedule="wsd", decay_ratio=0.2)
 
 
@@ -132,8 +130,6 @@ def test_wsd_decays_in_one_step_at_least_and_in_all_at_most():
     whole = [rate(step, 100, 3, replace(WSD, decay_ratio=1.0)) for step in range(3, 100)]
     assert whole == sorted(set(whole), reverse=True)
 
-
-# ------ every setting, at another value than its default, against the formula in float64
 
 #: None of these is a default.
 OTHERS = OptimizerSettings(
@@ -225,9 +221,6 @@ def test_clipping_returns_the_norm_before():
     assert model.weight.grad.norm().item() == pytest.approx((24 / 26) ** 0.5, rel=1e-4)
 
 
-# ---------------------------------------------------------------------- a class by its path
-
-
 RESUMED = {
     "muon": ("optimizer=muon", "optimizer.muon_lr=5e-3"),
     "nadam": ("optimizer._target_=torch.optim.NAdam", "optimizer.arguments.betas=[0.8,0.9]"),
@@ -268,12 +261,7 @@ def test_a_path_that_makes_no_optimizer_is_named(train_here, tmp_path, overrides
         train_here(tmp_path / "run", "steps=1", *overrides)
 
 
-# ---------------------------------------------------------------------- recomputation
-
-
 class Counted(TorchDispatchMode):
-    """How often each operator runs."""
-
     def __init__(self):
         super().__init__()
         self.counts = {}
@@ -284,7 +272,6 @@ class Counted(TorchDispatchMode):
 
 
 def step_of(hardware):
-    """Loss, gradients, and how often attention and matrix products ran."""
     llama = make_llama()
     wrapped, whole = parallel.place(llama, hardware, ALONE, saved_operators=fpa.SAVED_OPERATORS)
     assert wrapped is whole is llama

@@ -34,7 +34,6 @@ def test_smoothing_is_a_weighted_mean_of_the_past():
 
 
 def run_of(factor, steps=30):
-    """The records of a run with a loss of its own."""
     records = [{"step": s, "tokens": 10 * s, "loss": factor / s} for s in range(1, steps)]
     return [*records, {"step": steps, "tokens": 10 * steps, "val_loss": factor / steps}]
 
@@ -138,7 +137,6 @@ def assert_inside(figure):
 
 
 def probed(step, layers, **others):
-    """What the probe leaves in metrics.jsonl."""
     errors = {
         f"probe/layer_{layer}/{prefix}{name}_l2": size * step * (layer + 1)
         for layer in layers

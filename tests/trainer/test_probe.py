@@ -114,7 +114,6 @@ CPU = {"device": torch.device("cpu"), "dtype": torch.float32}
 
 
 def backend_of(settings):
-    """The run's own attention, as the trainer builds it."""
     shape = settings.model
     return settings.attention.build(**CPU, d_head=shape.d_head, is_gqa=shape.is_gqa)
 

@@ -1,5 +1,3 @@
-"""Commands side by side: which GPUs they see, how many run at a time, how they end, what a stop does."""
-
 import os
 import pty
 import signal

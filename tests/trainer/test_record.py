@@ -1,5 +1,3 @@
-"""What a run writes while it trains; TensorBoard with a stand-in for its writer."""
-
 import json
 import sys
 import time

@@ -1,5 +1,3 @@
-"""Secrets are used and not recorded."""
-
 import os
 from types import SimpleNamespace
 

@@ -79,7 +79,6 @@ def checkpoint_of(directory, step=1, **settings):
 
 
 def everything_in(folder):
-    """Paths, contents and times of change of all files."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -174,7 +173,6 @@ DAMAGES_OF_RESULTS = {
 
 
 def whole(path, **settings):
-    """A finished run with all kinds of results, in name only."""
     directory = opened(path, **settings)
     directory.weights.mkdir(exist_ok=True)
     for name in RESULTS:
@@ -326,8 +324,6 @@ def test_what_may_change():
     assert [name for name in EXECUTES.split() if not identity.may_change(name)] == []
     assert [name for name in COMPUTES.split() if identity.may_change(name)] == []
 
-
-# ------ recorded settings are data
 
 texts = (
     st.text()

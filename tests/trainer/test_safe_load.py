@@ -29,7 +29,6 @@ class Calls:
 
 @pytest.fixture
 def saved(tmp_path):
-    """A checkpoint of a step, and what is in it."""
     model, optimizer = make()
     train_step(model, optimizer)
     checkpoints(tmp_path).save(1, model, optimizer, {})

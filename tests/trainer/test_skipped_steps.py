@@ -53,7 +53,6 @@ def spoil(monkeypatch):
 
 
 def changed(states):
-    """By step, from 2 on: whether anything moved."""
     return [not torch.equal(x, y) for x, y in itertools.pairwise(states)]
 
 
@@ -106,9 +105,6 @@ def test_the_probe_measures_sequences_of_the_step_just_done(train_here, tmp_path
     trainer = train_here(tmp_path, "steps=4", "probe.every=2", "probe.sequences=2", "sample_tokens=0")
     for step, indices in zip((2, 4), read, strict=True):
         assert (indices == trainer.loader.sequence_indices(step - 1)[:2]).all()
-
-
-# ------ spikes
 
 
 def detector(window=20, threshold=6.0, history=()):

@@ -1,5 +1,3 @@
-"""What a run starts from: it goes on where that was, exactly, or says why it cannot."""
-
 import os
 import re
 import shutil
@@ -71,9 +69,6 @@ def test_a_run_with_more_steps_is_left_as_it_is(trunk, typed):
         with pytest.raises(TrainingError, match=rf"steps was 8, is now 12(?s:.*)branch_from={trunk} "):
             refuse(again)
     assert before == contents(trunk)
-
-
-# ---------------------------------------------------------------------- a branch
 
 
 def test_a_branch_that_changes_nothing_is_its_run(train, trunk, tmp_path):
@@ -203,9 +198,6 @@ def test_a_pipe_a_checkpoint_and_checkpoints_that_are_links_are_refused(trunk, t
         RunDirectory(run).records()
 
 
-# ---------------------------------------------------------------------- weights
-
-
 FROZEN = ("optimizer.lr=1e-30", "tps.warmup_steps=0", "steps=1", "sample_tokens=0")
 
 
@@ -244,7 +236,6 @@ def test_a_tokenizer_of_more_tokens_than_the_weights_know_is_refused(base, compo
 
 
 def test_weights_bring_their_shape_and_tokenizer(typed, base, tmp_path):
-    """Those of others the tokenizer beside them."""
     found = typed("data=text", "data.path=x", f"init_from={base}")
     assert (found.model.d_model, found.model.n_layers, found.data.tokenizer) == (32, 2, "bytes")
     found = typed(f"init_from={base}", "model.max_context=96", "data.tokenizer=gpt2")
@@ -266,8 +257,6 @@ def test_a_run_that_has_begun_does_not_need_the_weights_it_began_with(train, tru
     (run / "DONE").unlink()
     assert losses(train(*command)) == expected
 
-
-# ---------------------------------------------------------------------- what cannot be started from
 
 REFUSED = {  # what is typed, and what the error has of it
     "branch_from=TRUNK model.n_layers=1": "model.n_layers=2",

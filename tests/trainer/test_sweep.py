@@ -1,5 +1,3 @@
-"""What a sweep checks before its first run, and says at its end."""
-
 import os
 import shlex
 import signal
@@ -109,8 +107,6 @@ def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
 
 
 class Unread:
-    """What a closed pipe is to a writer."""
-
     def write(self, text):
         raise BrokenPipeError
 

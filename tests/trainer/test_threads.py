@@ -9,7 +9,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded(monkeypatch, **chosen):
-    """The environment after trainer/__init__.py, from one in which only these variables are set."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)

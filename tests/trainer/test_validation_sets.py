@@ -1,5 +1,3 @@
-"""Runs with several texts: mixtures of sources, and named validation sets."""
-
 import json
 import math
 import shutil
@@ -59,7 +57,6 @@ def mixed(tmp_path):
 
 
 def loss_of(trainer, tokens):
-    """In float64, of the first 8 sequences of 64 tokens."""
     rows = torch.stack([torch.from_numpy(tokens.window(64 * i, 65).astype("int64")) for i in range(8)])
     with torch.no_grad():
         logits = trainer.llama(rows[:, :-1])
@@ -134,8 +131,6 @@ def test_a_validation_set_that_is_too_short_is_found_before_the_first_step(train
     with pytest.raises(TrainingError, match=r"short-bytes-.*has 10 tokens, too few .*context=64"):
         train_here(tmp_path / "run", *SHORT, f"data.validation.short={tmp_path}/short.txt")
 
-
-# ------ the loss of one set
 
 SMALL = LlamaConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, d_head=16, d_ffn=96, max_context=32)
 

@@ -1,5 +1,3 @@
-"""What W&B is told about a run, with wandb.init recorded in place of a service."""
-
 import importlib.util
 import json
 import logging
@@ -26,7 +24,6 @@ def start(mode, folder, **settings):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Records wandb.init's arguments instead of starting a service."""
     made = []
 
     def init(**arguments):

@@ -1,5 +1,3 @@
-"""Cross-entropy and its gradient in one kernel: its formula in float64, on a CPU in Triton's interpreter."""
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +14,6 @@ on_each_device = pytest.mark.parametrize(
 
 
 def inputs(tokens: int, words: int, dtype=torch.float32, scale=3.0) -> tuple[Tensor, Tensor]:
-    """Logits and targets; the first and the last word are among them, and a token is left out."""
     torch.manual_seed(0)
     logits = (scale * torch.randn(tokens, words)).to(dtype)
     targets = torch.randint(words, (tokens,))
@@ -25,7 +22,6 @@ def inputs(tokens: int, words: int, dtype=torch.float32, scale=3.0) -> tuple[Ten
 
 
 def exact(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses, and SHARE times their gradients, in float64."""
     leaf = logits.double().requires_grad_()
     losses = F.cross_entropy(leaf, targets, reduction="none", ignore_index=IGNORE_INDEX)
     return losses.detach(), torch.autograd.grad(SHARE * losses.sum(), leaf)[0]

@@ -1,5 +1,3 @@
-"""QK-norm and rotation in one kernel: its formula in float64, on a CPU in Triton's interpreter."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, gain, cosines, sines and the gradient of the result."""
     torch.manual_seed(0)
     cos, sin = (table.float() for table in rotary_tables(shape[1], shape[-1], theta=100.0))
     x, grad_out = torch.randn(2, *shape).to(dtype)
@@ -22,7 +19,6 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def exact(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
-    """The result and the gradients by x and gain, in float64."""
     x, gain, cos, sin = (t.detach().double() for t in (x, gain, cos, sin))
     leaves = x.requires_grad_(), gain.requires_grad_()
     out = rotate(x / ((x * x).mean(-1, keepdim=True) + EPS).sqrt() * gain, cos, sin)
