@@ -4,6 +4,7 @@ One process imports torch and the trainer once; the processes of the runs are fo
 """
 
 import atexit
+import copy
 import functools
 import multiprocessing
 import os
@@ -21,8 +22,10 @@ import matplotlib.pyplot  # noqa: F401 - slow to import, and needed at the end o
 import torch._dynamo
 import torch.multiprocessing
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from matplotlib.figure import Figure
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 import trainer.loop
@@ -35,6 +38,9 @@ from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.settings import Settings
 
+CONFIGS = ROOT / "configs"
+GROUPS = {"data", *(folder.name for folder in CONFIGS.iterdir())}
+
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__, "pytest"])
@@ -45,11 +51,27 @@ def no_picture(figure: Figure, path: Path) -> None:
     path.write_text("no picture")
 
 
+@functools.cache
+def _of_groups(*overrides: str) -> DictConfig:
+    trainer.settings.register()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def config(*overrides: str) -> DictConfig:
+    """What Hydra makes of these arguments of train.py; of the same options of groups, which is slow, once."""
+    groups, values = [], []
+    for one in OverridesParser.create().parse_overrides(list(overrides)):
+        (groups if one.key_or_group.partition(".")[0] == "hydra" else values).append(one)
+    groups += [one for one in values if one.key_or_group in GROUPS]
+    found = copy.deepcopy(_of_groups(*(one.input_line for one in groups)))
+    ConfigLoaderImpl._apply_overrides_to_config([one for one in values if one not in groups], found)
+    return found
+
+
 def composed(*overrides: str) -> Settings:
     """The settings that `python train.py` makes of these arguments."""
-    trainer.settings.register()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return OmegaConf.to_object(compose("train", overrides=list(overrides)))
+    return OmegaConf.to_object(config(*overrides))
 
 
 def debug_settings(datasets: Path, *overrides: str) -> Settings:

@@ -13,8 +13,6 @@ from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.start import TrainingDirectory
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 @pytest.fixture
 def compose_settings():

@@ -4,16 +4,16 @@ import shutil
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from common.errors import SettingsError, TrainingError
 from common.files import append_line
+from tests import warm
 from tests.cli import assert_same_weights, flip, losses, metrics
 from tests.trainer import conftest
-from tests.trainer.conftest import CONFIGS
-from trainer import settings, sweep
+from trainer import sweep
 from trainer.checks import check
 from trainer.estimate import describe
 from trainer.run_directory import RunDirectory, read_sealed_file, seal_text, verify_seal
@@ -25,14 +25,7 @@ QUICK = ("sample_tokens=0", "probe.every=0", "checkpoint_every=2")
 @pytest.fixture
 def typed():
     """typed("steps=3", …) -> the Settings that train.py makes of this command line."""
-    settings.register()
-
-    def read(*overrides):
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            config = compose("train", overrides=list(overrides))
-        return OmegaConf.to_object(inherited(config, list(overrides)))
-
-    return read
+    return lambda *overrides: OmegaConf.to_object(inherited(warm.config(*overrides), list(overrides)))
 
 
 @pytest.fixture
@@ -103,7 +96,7 @@ def test_a_sweep_of_branches_is_checked_with_what_they_inherit(trunk):
     """The defaults are those of a GPU, of which no branch of a run on a CPU should be asked."""
 
     def problem(*overrides):
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        with initialize_config_dir(str(warm.CONFIGS), version_base="1.3"):
             return sweep._problem("train", list(overrides), [])
 
     branch = (f"branch_from={trunk}", "branch_step=4", "attention=sagebwd")
