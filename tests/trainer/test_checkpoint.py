@@ -76,6 +76,12 @@ def checkpoints(folder, keep=2, kind=Waiting):
     return kind(folder, keep=keep, ranks=ALONE)
 
 
+def assert_restores(folder, step, expected):
+    other = make(seed=1)
+    assert checkpoints(folder).load_newest(*other)["step"] == step
+    assert_same(state_of(*other), expected)
+
+
 def full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -91,47 +97,29 @@ def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
     assert [path.name for path in checkpoints_in(tmp_path)] == [f"step_{step:08d}" for step in (2, 3, 4)]
 
 
-def damage_flip(folder):
-    file = next(folder.glob("*.distcp"))
-    flip(file, file.stat().st_size // 2)
+def cut_the_seal(folder):
+    (folder / SEAL).write_text('{"step": 2, "fi')
 
 
-def damage_seal(folder):
-    (folder / "seal.json").write_text('{"step": 2, "fi')
+def put_another_there(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("step_00000001"), folder)
 
 
-@pytest.mark.parametrize("damage", [damage_flip, damage_seal])
+@pytest.mark.parametrize("damage", [cut_the_seal, put_another_there])
 def test_falls_back_to_the_one_before_and_says_so(tmp_path, caplog, damage):
     model, optimizer = make()
-    train_step(model, optimizer)
-    checkpoints(tmp_path).save(1, model, optimizer, {})
-    expected = state_of(model, optimizer)
-    train_step(model, optimizer)
-    checkpoints(tmp_path).save(2, model, optimizer, {})
-    damage(tmp_path / "step_00000002")
-
-    other, other_optimizer = make(seed=1)
-    with caplog.at_level(logging.WARNING):
-        restored = checkpoints(tmp_path).load_newest(other, other_optimizer)
-    assert restored["step"] == 1
-    assert_same(state_of(other, other_optimizer), expected)
-    assert "step_00000002 is damaged" in caplog.text
-
-    checkpoints(tmp_path).save(2, other, other_optimizer, {})  # replaces the damaged one
-    assert checkpoints(tmp_path).load_newest(*make())["step"] == 2
-
-
-def test_the_folder_that_is_verified_is_the_one_that_is_loaded(tmp_path, caplog):
-    model, optimizer = make()
+    expected = {}
     for step in (1, 2):
         train_step(model, optimizer)
         checkpoints(tmp_path).save(step, model, optimizer, {})
-    expected = state_of(model, optimizer)
-    (tmp_path / "step_00000001").rename(tmp_path / "step_00000003")
-    other, other_optimizer = make(seed=1)
-    assert checkpoints(tmp_path).load_newest(other, other_optimizer)["step"] == 2
-    assert_same(state_of(other, other_optimizer), expected)
-    assert "step_00000003 is damaged (seal.json is that of step 1)" in caplog.text
+        expected[step] = state_of(model, optimizer)
+    damage(tmp_path / "step_00000002")
+    with caplog.at_level(logging.WARNING):
+        assert_restores(tmp_path, 1, expected[1])
+    assert "step_00000002 is damaged" in caplog.text
+    checkpoints(tmp_path).save(2, model, optimizer, {})  # replaces the damaged one
+    assert_restores(tmp_path, 2, expected[2])
 
 
 def test_the_seal_protects_itself(tmp_path):
@@ -154,12 +142,9 @@ def test_the_seal_protects_itself(tmp_path):
         checkpoints(tmp_path).load_newest(*make())
 
 
-def test_a_folder_that_was_removed_is_not_made_again(tmp_path):
+def test_the_folder_of_a_run_that_was_removed_is_not_made_again(tmp_path):
     run = tmp_path / "run"
-    run.mkdir()
     run_checkpoints = checkpoints(run / "checkpoints")
-    run_checkpoints.save(1, *make(), {})
-    shutil.rmtree(run)
     with pytest.raises(TrainingError, match=f"step 2 .*{run} was removed while the run trains"):
         run_checkpoints.save(2, *make(), {})
     assert not run.exists()
@@ -227,10 +212,9 @@ def test_saves_in_a_row_wait_for_each_other(tmp_path):
     background.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000003"]
     for step in (3, 2):
-        other, other_optimizer = make(seed=1)
-        assert checkpoints(tmp_path).load_newest(other, other_optimizer)["step"] == step
-        assert_same(state_of(other, other_optimizer), expected[step])
-        damage_flip(tmp_path / f"step_{step:08d}")
+        assert_restores(tmp_path, step, expected[step])
+        file = next((tmp_path / f"step_{step:08d}").glob("*.distcp"))
+        flip(file, file.stat().st_size // 2)  # the one before is read then
 
 
 def test_memory_of_the_copy_is_used_again(tmp_path):
@@ -250,13 +234,12 @@ def test_memory_of_the_copy_is_used_again(tmp_path):
 
 def test_reserving_memory_changes_nothing(tmp_path):
     model, optimizer = make()
-    checkpoints = Checkpoints(tmp_path, keep=1, ranks=ALONE)
-    checkpoints.reserve(model, optimizer)  # after a first step that was left out
+    background = checkpoints(tmp_path, kind=Checkpoints)
+    background.reserve(model, optimizer)  # after a first step that was left out
     assert not optimizer.state
     train_step(model, optimizer)
     before = state_of(model, optimizer)
-    checkpoints.reserve(model, optimizer)
-    checkpoints.close()
+    background.reserve(model, optimizer)
     assert_same(state_of(model, optimizer), before)
     assert list(tmp_path.iterdir()) == []
 
@@ -282,15 +265,10 @@ def test_failure_in_the_background_is_raised_by_the_next_poll_or_save(tmp_path, 
     assert checkpoints(tmp_path).load_newest(*make())["step"] == 3
 
 
-def test_close_lets_the_write_end_and_hides_no_other_error(tmp_path, monkeypatch, caplog):
-    model, optimizer = make()
-    background = checkpoints(tmp_path, kind=Checkpoints)
-    background.save(1, model, optimizer, {})
-    background.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+def test_close_hides_no_other_error(tmp_path, monkeypatch, caplog):
     background = checkpoints(tmp_path, kind=Checkpoints)
     monkeypatch.setattr(torch, "save", full)
-    background.save(2, model, optimizer, {})
+    background.save(2, *make(), {})
     background.close()
     assert re.search(FULL_DISK, caplog.text)
 

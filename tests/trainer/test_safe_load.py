@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from common.errors import TrainingError
-from tests.trainer.test_checkpoint import assert_same, checkpoints, make, state_of, train_step
+from tests.trainer.test_checkpoint import assert_restores, checkpoints, make, state_of, train_step
 from trainer.checkpoint import load_alone, read_metadata
 from trainer.run_directory import CHECKSUM, SEAL, _checksum, read_seal, verify_seal, write_seal
 
@@ -28,11 +28,12 @@ class Calls:
 
 
 @pytest.fixture
-def saved(tmp_path):
+def folder(tmp_path):
+    """A checkpoint of a step."""
     model, optimizer = make()
     train_step(model, optimizer)
     checkpoints(tmp_path).save(1, model, optimizer, {})
-    return tmp_path / "step_00000001", state_of(model, optimizer)
+    return tmp_path / "step_00000001"
 
 
 def seal_again(folder):
@@ -54,8 +55,7 @@ in_both_ways = pytest.mark.parametrize("load", [load_to_train, load_moments])
 
 @in_both_ways
 @pytest.mark.parametrize("function", [os.mkdir, Path.mkdir, torch.load])
-def test_metadata_runs_no_code(saved, tmp_path, load, function):
-    folder, _ = saved
+def test_metadata_runs_no_code(folder, tmp_path, load, function):
     ran = tmp_path / "ran"
     (folder / ".metadata").write_bytes(pickle.dumps(Calls(function, ran)))
     seal_again(folder)
@@ -65,8 +65,7 @@ def test_metadata_runs_no_code(saved, tmp_path, load, function):
 
 
 @pytest.mark.parametrize("owner", [Metadata, torch.Size, os.path.join])
-def test_metadata_takes_attributes_of_no_class(saved, owner):
-    folder, _ = saved
+def test_metadata_takes_attributes_of_no_class(folder, owner):
     (folder / ".metadata").write_bytes(pickle.dumps(Calls(getattr, owner, "__init__")))
     with pytest.raises(ValueError, match=r"it asks for .*which no checkpoint needs"):
         read_metadata(folder, {".metadata"})
@@ -82,16 +81,12 @@ def test_checkpoints_of_pythons_that_pickle_enums_as_attributes_are_read(tmp_pat
     checkpoints(tmp_path).save(1, model, optimizer, {})
     assert b"getattr" in (tmp_path / "step_00000001" / ".metadata").read_bytes()
     monkeypatch.undo()
-    expected = state_of(model, optimizer)
-    model, optimizer = make(seed=1)
-    assert checkpoints(tmp_path).load_newest(model, optimizer)["step"] == 1
-    assert_same(state_of(model, optimizer), expected)
+    assert_restores(tmp_path, 1, state_of(model, optimizer))
 
 
 @in_both_ways
-def test_values_that_are_no_tensors_run_no_code(saved, tmp_path, load):
+def test_values_that_are_no_tensors_run_no_code(folder, tmp_path, load):
     """The optimizer's settings, which torch unpickles as well."""
-    folder, _ = saved
     ran = tmp_path / "ran"
     model, optimizer = make()
     train_step(model, optimizer)
@@ -106,8 +101,7 @@ def test_values_that_are_no_tensors_run_no_code(saved, tmp_path, load):
 
 
 @in_both_ways
-def test_files_outside_the_checkpoint_are_not_read(saved, tmp_path, load):
-    folder, _ = saved
+def test_files_outside_the_checkpoint_are_not_read(folder, tmp_path, load):
     shutil.copytree(folder, tmp_path / "other")
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
@@ -119,8 +113,7 @@ def test_files_outside_the_checkpoint_are_not_read(saved, tmp_path, load):
 
 
 @pytest.mark.parametrize("name", ["../other", "/etc/passwd", "pipe", "gone"])
-def test_a_seal_that_names_what_is_no_file_of_the_folder(saved, name):
-    folder, _ = saved
+def test_a_seal_that_names_what_is_no_file_of_the_folder(folder, name):
     os.mkfifo(folder / "pipe")  # reading it would wait for ever
     contents = read_seal(folder)
     sealed = {**contents, "files": {**contents["files"], name: "0 bytes, crc 00000000"}}
@@ -129,8 +122,7 @@ def test_a_seal_that_names_what_is_no_file_of_the_folder(saved, name):
         verify_seal(folder)
 
 
-def test_a_file_of_another_size_is_not_read(saved):
-    folder, _ = saved
+def test_a_file_of_another_size_is_not_read(folder):
     with open(folder / ".metadata", "r+b") as file:
         file.truncate(1 << 42)  # hours of zeros
     with pytest.raises(ValueError, match="is 4398046511104 bytes, was written as"):
@@ -138,8 +130,7 @@ def test_a_file_of_another_size_is_not_read(saved):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04.", pickle.dumps([1]), pickle.dumps(Metadata({}))])
-def test_damaged_metadata_is_named(saved, content):
-    folder, _ = saved
+def test_damaged_metadata_is_named(folder, content):
     (folder / ".metadata").write_bytes(content)
     seal_again(folder)
     with pytest.raises((TrainingError, ValueError), match=r"step_00000001 .*\.metadata"):
