@@ -21,6 +21,7 @@ from tests.data.test_corpus import composed
 from tests.data.test_prepare import documents as prepared
 from tests.data.test_sources import documents, write_parquet
 
+pytestmark = pytest.mark.usefixtures("files")
 CARD = """---
 configs:
 - config_name: small
@@ -72,7 +73,6 @@ def prepared_texts(settings, split="train"):
     return prepared(text.folder, split)
 
 
-@pytest.mark.usefixtures("files")
 @pytest.mark.parametrize("streaming", [True, False])
 def test_a_dataset_is_its_files_in_order(streaming, monkeypatch):
     monkeypatch.setattr(huggingface, "UNIT_BYTES", 5000)
@@ -85,7 +85,6 @@ def test_a_dataset_is_its_files_in_order(streaming, monkeypatch):
     assert documents(Recipe(dataset(config="large", streaming=streaming)).units) == ["another"]
 
 
-@pytest.mark.usefixtures("files")
 def test_validation_text_in_a_split_of_its_own():
     settings = dataset(val_split="test")
     assert (prepared_texts(settings), prepared_texts(settings, "val")) == (TEXTS[:240], TEXTS[240:])
@@ -95,7 +94,6 @@ def test_validation_text_in_a_split_of_its_own():
     assert text == "".join(text + "<|endoftext|>" for text in TEXTS[240:])
 
 
-@pytest.mark.usefixtures("files")
 def test_csv_is_prepared_on_first_use_and_again_when_it_changes():
     settings = composed("data=csv", "data.path=corpus.csv", "data.tokenizer=bytes", "data.val_fraction=0.1")
     opened = open_corpus(settings)
@@ -149,7 +147,6 @@ def test_units_of_a_text_that_changed_in_between_are_made_anew(files):
     assert "newer" not in prepared_texts(settings), "finished text is not looked up"
 
 
-@pytest.mark.usefixtures("files")
 def test_each_setting_that_chooses_the_text_is_in_its_fingerprint():
     keys = ("name", "config", "split", "val_split", "revision", "column", "path", "val_path")
     same = {"streaming": True, "documents": 7, "root": "elsewhere", "processes": 3}
@@ -199,7 +196,6 @@ def test_a_row_without_text_is_skipped_and_counted_in_each_source(files, kind, s
     assert list(manifest.losses()) == ["10 documents without text were skipped"]
 
 
-@pytest.mark.usefixtures("files")
 def test_a_connection_that_is_lost_says_to_run_it_again(monkeypatch):
     units = Recipe(dataset()).units
 
@@ -214,7 +210,6 @@ def test_a_connection_that_is_lost_says_to_run_it_again(monkeypatch):
         documents(units[1:2])
 
 
-@pytest.mark.usefixtures("files")
 def test_openwebtext_is_the_dataset_of_its_revision(monkeypatch):
     calls = []
     real = datasets.load_dataset_builder

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from data import huggingface_tokenizer, tokenizers
-from data.tokenizers import Bytes, Tiktoken
+from data.tokenizers import Tiktoken
 from tests.data.test_tokenizers import SMALL, TRICKY
 
 AWKWARD = [
@@ -29,13 +29,10 @@ def read(tokenizer, folder):
 
 @pytest.fixture(scope="module", params=["bytes", "small", "gpt2"])
 def pair(request, tmp_path_factory):
-    if request.param == "gpt2":
-        try:
-            ours = tokenizers.load("gpt2")
-        except OSError:
-            pytest.skip("GPT-2's vocabulary is neither cached nor downloadable")
-    else:
-        ours = {"bytes": Bytes(), "small": Tiktoken(SMALL)}[request.param]
+    try:
+        ours = Tiktoken(SMALL) if request.param == "small" else tokenizers.load(request.param)
+    except OSError:
+        pytest.skip("GPT-2's vocabulary is neither cached nor downloadable")
     return ours, read(ours, tmp_path_factory.mktemp(request.param))
 
 
@@ -46,11 +43,10 @@ def agree(pair, text):
     assert theirs.decode(ids) == ours.decode(ids) == text
 
 
-@settings(max_examples=30)
-@given(st.text(max_size=40), st.text(alphabet="athe in\n<|>'s\u00a0", max_size=40))
-def test_the_same_ids(pair, text, usual):
+@settings(max_examples=60)
+@given(st.text(max_size=40) | st.text(alphabet="athe in\n<|>'s\u00a0", max_size=40))
+def test_the_same_ids(pair, text):
     agree(pair, text)
-    agree(pair, usual)
 
 
 def test_the_same_ids_of_awkward_text(pair):
@@ -62,17 +58,13 @@ def test_the_same_ids_of_awkward_text(pair):
         agree(pair, pair[0].decode(ids))
 
 
-def test_bytes_of_ids(pair):
+def test_bytes_of_ids_and_half_a_character(pair):
     """Whatever the ids are cut at; an end of text has none."""
-    ours, _ = pair
+    ours, theirs = pair
     ids = np.array([*ours.encode("é\U0001f600 the"), ours.end_of_text], np.uint16)
     assert ours.count_bytes(ids) == 10
     assert ours.count_bytes(ids[:1]) in (1, 2)
     assert ours.count_bytes(ids[-1:]) == 0
-
-
-def test_half_a_character_is_decoded_alike(pair):
-    ours, theirs = pair
     ids = ours.encode("é")[:1] if ours.name == "bytes" else [ours.encode("\U0001f600")[0]]
     assert theirs.decode(ids) == ours.decode(ids)
 
@@ -84,11 +76,8 @@ def test_end_of_text(pair):
     assert len(theirs) == ours.vocab_size
     theirs.split_special_tokens = False
     try:
-        assert theirs("a<|endoftext|>b")["input_ids"] == [
-            *ours.encode("a"),
-            ours.end_of_text,
-            *ours.encode("b"),
-        ]
+        wanted = [*ours.encode("a"), ours.end_of_text, *ours.encode("b")]
+        assert theirs("a<|endoftext|>b")["input_ids"] == wanted
         assert theirs.decode([ours.end_of_text], skip_special_tokens=True) == ""
         assert theirs.model_max_length == 128
     finally:

@@ -14,6 +14,8 @@ from data.settings import DataSettings
 from data.tokenizers import Bytes
 from tests.data.test_corpus import composed
 
+pytestmark = pytest.mark.usefixtures("files")
+
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
@@ -45,7 +47,6 @@ def text_of(tokens):
     return Bytes().decode(tokens.window(0, len(tokens)))
 
 
-@pytest.mark.usefixtures("files")
 def test_prepared_tokens_stand_in_for_a_missing_text_alone():
     """In data.folder, on a cluster node: a mistake in another setting must not open them."""
     corpus = open_corpus(book(folder="mine"))
@@ -58,7 +59,6 @@ def test_prepared_tokens_stand_in_for_a_missing_text_alone():
             open_corpus(dataclasses.replace(settings, folder="mine"))
 
 
-@pytest.mark.usefixtures("files")
 def test_validation_sets_are_prepared_by_themselves():
     sets = {"wiki": "wiki.jsonl", "code": "code", "py": {"path": "code/*.py", "source": "text"}}
     plain, corpus = open_corpus(book()), open_corpus(book(validation=sets, folder="mine"))
@@ -78,7 +78,6 @@ def test_validation_sets_are_prepared_by_themselves():
     }  # fmt: skip
 
 
-@pytest.mark.usefixtures("files")
 def test_a_mixture_is_its_sources():
     corpus = open_corpus(mixed(validation={"code": "code"}))
     assert (corpus.train.names, corpus.train.weights) == (("book", "wiki"), (1, 3))
@@ -134,7 +133,6 @@ def test_sources_of_openwebtext_are_those_of_its_group():
     assert wiki == alone
 
 
-@pytest.mark.usefixtures("files")
 def test_the_command_line_takes_names_one_by_one_or_together():
     together = composed(
         "data=embedded", "data.validation={wiki: wiki.jsonl, code: {path: 'code/*', source: text}}"
@@ -189,7 +187,6 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("settings", "named"), FAULTS, ids=[named for _, named in FAULTS])
-@pytest.mark.usefixtures("files")
 def test_settings_that_cannot_work_are_named(settings, named):
     with pytest.raises(ValueError, match=named):
         recipe.read(settings)
@@ -209,7 +206,6 @@ def test_training_text_is_not_validation_text_under_another_name(files):
             recipe.read(book(val_path=name))
 
 
-@pytest.mark.usefixtures("files")
 def test_the_command_prepares_all_texts(capsys):
     run(PrepareSettings(mixed(validation={"code": "code"}), verify=True))
     printed = [line.split("-")[0] for line in capsys.readouterr().out.splitlines() if "verified" in line]
