@@ -296,18 +296,11 @@ def test_a_run_records_no_secret(monkeypatch, datasets, tmp_path):
     warm.run(settings, set_key)  # a run that goes on compares what was recorded
 
 
-def test_wandb_gets_no_secret(monkeypatch, tmp_path):
+def test_wandb_gets_no_secret(monkeypatch, tmp_path, calls):
     """W&B itself would record the git remote with its user. The command line it records as it was typed."""
     monkeypatch.setenv("MY_API_KEY", SECRET)
-    given = {}
-
-    def init(**arguments):
-        given.update(arguments)
-        return SimpleNamespace(id="abc", url="", offline=False, define_metric=lambda *_, **__: None)
-
-    monkeypatch.setattr(wandb, "init", init)
-    settings = LoggerSettings(wandb="offline")
-    start_wandb(settings, folder=tmp_path, config={"data": {"path": [SECRET]}})
+    start_wandb(LoggerSettings(wandb="offline"), folder=tmp_path, config={"data": {"path": [SECRET]}})
+    (given,) = calls
     assert given["config"] == {"data": {"path": ["<redacted: MY_API_KEY>"]}}
     assert given["settings"].disable_git
     assert len(given["settings"].git_commit.rstrip("+")) == 40
