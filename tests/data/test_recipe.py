@@ -36,10 +36,7 @@ def book(**changed):
 
 
 def mixed(**changed):
-    sources = {
-        "wiki": {"path": "wiki.jsonl", "weight": 0.75},
-        "book": {"path": "book.txt", "weight": 0.25},
-    }
+    sources = {"wiki": {"path": "wiki.jsonl", "weight": 0.75}, "book": {"path": "book.txt", "weight": 0.25}}
     return DataSettings(**{"source": "mixture", "tokenizer": "bytes", "sources": sources} | changed)
 
 

@@ -8,13 +8,8 @@ from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import backends
-from model.config import (
-    LlamaConfig,
-    flops_per_token,
-    non_embedding_parameter_count,
-    parameter_count,
-    problems,
-)
+from model import config as shapes
+from model.config import LlamaConfig, flops_per_token, parameter_count, problems
 from model.llama import Llama
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "model"
@@ -39,7 +34,7 @@ def test_parameter_count_is_that_of_the_module(make_config, changes):
         model = Llama(config, F.scaled_dot_product_attention)
     assert parameter_count(config) == sum(p.numel() for p in model.parameters())
     inside = [p for name, p in model.named_parameters() if not name.startswith(("embed_tokens", "lm_head"))]
-    assert non_embedding_parameter_count(config) == sum(p.numel() for p in inside)
+    assert shapes.non_embedding_parameter_count(config) == sum(p.numel() for p in inside)
 
 
 @pytest.mark.parametrize(

@@ -8,54 +8,37 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
-from transformers import LlamaConfig as HFLlamaConfig
-from transformers import Qwen3Config as HFQwen3Config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from model import huggingface
 from model.config import differences
 from model.llama import Llama
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 def load(folder: Path) -> Llama:
     return huggingface.load(folder, F.scaled_dot_product_attention)
 
 
-def saved_by_transformers(folder: Path, qk_norm: bool, shard: str = "50GB", **changes: object):
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 10,
-        "max_position_embeddings": 32,
-        "initializer_range": 0.2,
-        "attn_implementation": "eager",
-    }
-    config_class, model_class = (
-        (HFQwen3Config, Qwen3ForCausalLM) if qk_norm else (HFLlamaConfig, LlamaForCausalLM)
-    )
-    model = model_class(config_class(**(sizes | changes)))
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size=shard)
-    return model
+def theirs_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"),
-    [
-        (Qwen3ForCausalLM, {"n_kv_heads": 2}),
-        (LlamaForCausalLM, {"n_kv_heads": 1, "tie_embeddings": False, "rope_theta": 500.0, "norm_eps": 1e-2}),
-    ],
-)
-def test_transformers_computes_the_same_from_what_we_save(make_model, tokens, tmp_path, kind, shape):
-    ours = make_model(qk_norm=kind is Qwen3ForCausalLM, **shape)
-    huggingface.save(ours, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
+SHAPES = [  # how transformers calls the model, our settings of it, the size of the files that it then writes
+    (Qwen3ForCausalLM, {"n_kv_heads": 2}, "50GB"),
+    (Qwen3ForCausalLM, {"tie_embeddings": False}, "10KB"),
+    (LlamaForCausalLM, {"n_kv_heads": 1, "qk_norm": False, "rope_theta": 500.0, "norm_eps": 1e-2}, "10KB"),
+]
+
+
+@pytest.mark.parametrize(("kind", "shape", "shard"), SHAPES)
+def test_transformers_computes_the_same_and_we_from_what_it_saves(
+    make_model, tokens, tmp_path, kind, shape, shard
+):
+    ours = make_model(**shape)
+    huggingface.save(ours, tmp_path / "ours")
+    theirs = theirs_of(tmp_path / "ours")
     assert type(theirs) is kind
     assert theirs.config.bos_token_id is theirs.config.eos_token_id is None  # Llama's defaults: 1 and 2
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=3e-5, rtol=3e-5)
@@ -67,22 +50,16 @@ def test_transformers_computes_the_same_from_what_we_save(make_model, tokens, tm
     torch.testing.assert_close(their_loss, loss, atol=1e-5, rtol=1e-5)
     loss.backward()
     their_loss.backward()
+    names = {
+        name: name if name.startswith("lm_head") else f"model.{name}" for name, _ in ours.named_parameters()
+    }
+    gradients = {names[name]: parameter.grad for name, parameter in ours.named_parameters()}
     their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        their_name = name if name.startswith("lm_head") else f"model.{name}"
-        torch.testing.assert_close(
-            their_gradients.pop(their_name), parameter.grad, atol=3e-5, rtol=1e-4, msg=name
-        )
-    assert not their_gradients
+    torch.testing.assert_close(their_gradients, gradients, atol=3e-5, rtol=1e-4)
 
-
-@pytest.mark.parametrize(
-    ("shard", "tied", "qk_norm"), [("10KB", False, True), ("50GB", False, False), ("50GB", True, True)]
-)
-def test_we_compute_the_same_from_what_transformers_saves(tokens, tmp_path, shard, tied, qk_norm):
-    theirs = saved_by_transformers(tmp_path, qk_norm, shard, tie_word_embeddings=tied)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "10KB")
-    torch.testing.assert_close(load(tmp_path)(tokens), theirs(tokens).logits, atol=3e-5, rtol=3e-5)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
+    assert (tmp_path / "theirs" / INDEX).exists() == (shard == "10KB")
+    assert torch.equal(load(tmp_path / "theirs")(tokens), ours(tokens))
 
 
 def test_weights_of_a_model_with_other_gains_fit_one_without(make_config, tokens, tmp_path):
@@ -115,7 +92,6 @@ def test_older_spelling_of_rope_settings_is_read(make_model, tmp_path):
     assert load(tmp_path).config.rope_theta == 777.0
 
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 REFUSED = [  # a file, what it holds then (fields that change; None: it is missing), what the error has of it
     (CONFIG, None, "config.json"),
     (CONFIG, b"", "not valid JSON"),
@@ -183,8 +159,9 @@ def test_a_folder_that_is_no_model_of_ours_is_refused_by_file_and_field(
     assert words in str(caught.value)
 
 
-def test_a_shard_that_is_missing_or_holds_another_weight_is_named(tmp_path):
-    saved_by_transformers(tmp_path, True, "10KB")
+def test_a_shard_that_is_missing_or_holds_another_weight_is_named(make_model, tmp_path):
+    huggingface.save(make_model(), tmp_path / "ours")
+    theirs_of(tmp_path / "ours").save_pretrained(tmp_path, max_shard_size="10KB")
     *_, last = sorted(tmp_path.glob("model-*.safetensors"))
     shard = load_file(last)
     save_file({f"{name}_": tensor for name, tensor in shard.items()}, last)
@@ -195,7 +172,7 @@ def test_a_shard_that_is_missing_or_holds_another_weight_is_named(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, INDEX])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_and_not_waited_for(make_model, tmp_path, name, make):
     huggingface.save(make_model(), tmp_path)
@@ -219,10 +196,7 @@ def test_links_to_files_are_read(make_model, tmp_path):
     [
         (lambda x: x.to(torch.int32), "is int32, supported are float16, bfloat16, float32, float64"),
         (lambda x: x.index_fill(0, torch.tensor([1, 3]), torch.nan), "has 48 of 1464 values that are NaN"),
-        (
-            lambda x: x.double().index_fill(0, torch.tensor([1]), 1e300),
-            "has 24 of 1464 values that are NaN or",
-        ),
+        (lambda x: x.double().index_fill(0, torch.tensor([1]), 1e300), "has 24 of 1464 values that are Na"),
     ],
 )
 def test_weights_that_are_not_finite_floating_point_are_refused(make_model, tmp_path, change, fragment):

@@ -42,16 +42,11 @@ def measured_steps():
         for row in rows(name):
             if row["attention"] in ATTENTIONS and row["peak_memory_gib"]:
                 context, sequences = row["context"], row["micro_batch"]
+                run = [f"attention={ATTENTIONS[row['attention']]}", f"hardware.micro_batch={sequences}"]
+                run += [f"context={context}", f"model.max_context={context}"]
+                run += [f"tps.tokens_per_step={4 * context * sequences}"]
                 yield pytest.param(
-                    row["peak_memory_gib"],
-                    [
-                        f"attention={ATTENTIONS[row['attention']]}",
-                        f"context={context}",
-                        f"model.max_context={context}",
-                        f"hardware.micro_batch={sequences}",
-                        f"tps.tokens_per_step={4 * context * sequences}",
-                    ],
-                    id=f"{row['attention']}-{context}-{sequences}",
+                    row["peak_memory_gib"], run, id=f"{row['attention']}-{context}-{sequences}"
                 )
 
 
@@ -191,8 +186,7 @@ def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_setting
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gib", "micro_batch"),
-    [("nvidia geforce rtx 4090", 23.6, 4), ("A100 40GB", 39.6, 8)],
+    ("gpu", "gib", "micro_batch"), [("nvidia geforce rtx 4090", 23.6, 4), ("A100 40GB", 39.6, 8)]
 )
 def test_a_plan_for_a_gpu_that_is_not_here(compose_settings, tmp_path, gpu, gib, micro_batch):
     """The largest micro-batch fits there, the next one does not."""

@@ -61,14 +61,9 @@ def test_without_gpus_the_limit_counts_and_the_environment_stays(tmp_path, monke
 
 def test_a_failure_has_its_reason_and_stops_no_other(tmp_path, capfd):
     printed = r"printf 'step 1\rstep 2\rlast step\n\n'; echo lr is bad >&2; exit 1"
-    jobs = [
-        job(tmp_path, "bad", printed),
-        job(tmp_path, "killed", "kill -KILL $$"),
-        Job("absent", ["no-such-program"], tmp_path / "absent" / "output.txt"),
-        job(tmp_path, "stopped", "kill -TERM $$"),
-        job(tmp_path, "saved", "exit 138"),
-        job(tmp_path, "good", "echo fine"),
-    ]
+    scripts = {"bad": printed, "killed": "kill -KILL $$", "stopped": "kill -TERM $$", "saved": "exit 138"}
+    jobs = [job(tmp_path, *one) for one in (*scripts.items(), ("good", "echo fine"))]
+    jobs.append(Job("absent", ["no-such-program"], tmp_path / "absent" / "output.txt"))
     jobs[0].output.parent.mkdir()
     jobs[0].output.write_text("of the start before\n")
     stopped_by, ended = run(jobs, limit=6)

@@ -255,17 +255,11 @@ def test_the_longest_of_two_secrets_goes_first(monkeypatch):
     assert redact(f"{SECRET}-and-more, {SECRET}") == "<redacted: LONG_KEY>, <redacted: SHORT_KEY>"
 
 
-@pytest.mark.parametrize(
-    ("given", "recorded"),
-    [
-        ("https://alice:pw@example.com/x@y", "https://<redacted>@example.com/x@y"),
-        ("git+ssh://alice@example.com", "git+ssh://<redacted>@example.com"),
-        ("https://example.com/a@b", "https://example.com/a@b"),
-        ("alice@example.com", "alice@example.com"),
-    ],
-)
-def test_users_in_urls_are_replaced(given, recorded):
-    assert redact(given) == recorded
+def test_users_in_urls_are_replaced():
+    assert redact("https://alice:pw@example.com/x@y") == "https://<redacted>@example.com/x@y"
+    assert redact("git+ssh://alice@example.com") == "git+ssh://<redacted>@example.com"
+    for whole in ("https://example.com/a@b", "alice@example.com"):
+        assert redact(whole) == whole
 
 
 def set_key():
@@ -276,14 +270,9 @@ def test_a_run_records_no_secret(monkeypatch, datasets, tmp_path):
     """Not even that of a prompt, which every text sample repeats."""
     monkeypatch.setenv("MY_API_KEY", SECRET)
     run_dir = tmp_path / "run"
-    settings = warm.debug_settings(
-        datasets,
-        "steps=3",
-        f"run_dir={run_dir}",
-        "sample_prompt='The ${oc.env:MY_API_KEY}'",
-        "logger.group=${oc.env:MY_API_KEY}",
-        "logger.project=https://alice:pw@example.com",
-    )
+    logger = ("logger.group=${oc.env:MY_API_KEY}", "logger.project=https://alice:pw@example.com")
+    prompt = "sample_prompt='The ${oc.env:MY_API_KEY}'"
+    settings = warm.debug_settings(datasets, "steps=3", f"run_dir={run_dir}", prompt, *logger)
     assert settings.logger.group == SECRET  # it is used
     warm.run(settings, set_key)
     recorded = {file.name: file.read_bytes() for file in run_dir.rglob("*") if file.is_file()}

@@ -45,15 +45,10 @@ def mixed(tmp_path):
     lines = [json.dumps({"text": " ".join(map(str, range(i, i + 40)))}) + "\n" for i in range(100)]
     (tmp_path / "numbers.jsonl").write_text("".join(lines))
     (tmp_path / "code.txt").write_text("def f(x):\n    return x\n" * 60)
-    return (
-        "data=mixture",
-        "data.tokenizer=bytes",
-        f"data.sources.book.path={tmp_path}/book.txt",
-        "data.sources.book.weight=3",
-        f"data.sources.numbers.path={tmp_path}/numbers.jsonl",
-        "data.sources.numbers.weight=1",
-        f"data.validation.code={tmp_path}/code.txt",
-    )
+    sources = {"book.path": f"{tmp_path}/book.txt", "numbers.path": f"{tmp_path}/numbers.jsonl"}
+    sources |= {"book.weight": 3, "numbers.weight": 1}
+    named = (f"data.sources.{name}={value}" for name, value in sources.items())
+    return "data=mixture", "data.tokenizer=bytes", *named, f"data.validation.code={tmp_path}/code.txt"
 
 
 def loss_of(trainer, tokens):
