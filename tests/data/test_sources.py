@@ -233,18 +233,10 @@ def test_a_source_is_one_file_and_the_command_that_prepares_it_litters_nothing(t
         connection.executemany("INSERT INTO documents VALUES (?)", [(text,) for text in TEXTS])
         connection.commit()
     before = {path.name for path in tmp_path.iterdir()}
-    words = [
-        "-m",
-        "data.prepare",
-        "data=sqlite",
-        "data.path=texts.sqlite",
-        "data.tokenizer=bytes",
-        "verify=true",
-    ]
+    options = ("data=sqlite", "data.path=texts.sqlite", "data.tokenizer=bytes", "verify=true")
+    words = [sys.executable, "-m", "data.prepare", *options]
     environment = os.environ | {"PYTHONPATH": "", "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     train, val = map(int, re.search(r"verified (\d+) \+ (\d+)", done.stdout.replace(",", "")).groups())
     assert train + val == sum(len(text.encode()) + 1 for text in TEXTS if text)

@@ -45,9 +45,7 @@ def measured_steps():
                 run = [f"attention={ATTENTIONS[row['attention']]}", f"hardware.micro_batch={sequences}"]
                 run += [f"context={context}", f"model.max_context={context}"]
                 run += [f"tps.tokens_per_step={4 * context * sequences}"]
-                yield pytest.param(
-                    row["peak_memory_gib"], run, id=f"{row['attention']}-{context}-{sequences}"
-                )
+                yield pytest.param(row["peak_memory_gib"], run, id=f"{run[0]}-{context}-{sequences}")
 
 
 @pytest.mark.parametrize(("measured", "overrides"), [*measured_steps()])
