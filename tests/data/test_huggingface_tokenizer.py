@@ -19,21 +19,15 @@ AWKWARD = [
 ]  # fmt: skip
 
 
-def read(tokenizer, folder):
-    """The tokenizer that transformers reads, which takes the name of end-of-text in a text for text."""
-    huggingface_tokenizer.write(
-        tokenizer.to_huggingface(), folder, end_of_text=tokenizer.end_of_text_name, context=128
-    )
-    return AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
-
-
 @pytest.fixture(scope="module", params=["bytes", "small", "gpt2"])
 def pair(request, tmp_path_factory):
     try:
         ours = Tiktoken(SMALL) if request.param == "small" else tokenizers.load(request.param)
     except OSError:
         pytest.skip("GPT-2's vocabulary is neither cached nor downloadable")
-    return ours, read(ours, tmp_path_factory.mktemp(request.param))
+    folder, named = tmp_path_factory.mktemp(request.param), {"end_of_text": ours.end_of_text_name}
+    huggingface_tokenizer.write(ours.to_huggingface(), folder, **named, context=128)
+    return ours, AutoTokenizer.from_pretrained(folder, split_special_tokens=True)
 
 
 def agree(pair, text):

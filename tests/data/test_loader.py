@@ -94,13 +94,7 @@ def test_an_error_while_a_batch_is_made_ahead_reaches_who_asks_for_it(monkeypatc
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    ranks=st.integers(1, 6),
-    micro_batch=st.integers(1, 4),
-    micro_steps=st.integers(1, 3),
-    step=st.integers(0, 50),
-    context=st.integers(1, 9),
-)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 50), st.integers(1, 9))
 def test_ranks_share_a_step_without_overlap(ranks, micro_batch, micro_steps, step, context):
     shared = {"context": context, "sequences_per_step": ranks * micro_batch * micro_steps, "seed": 1}
     per_rank = [
@@ -216,22 +210,10 @@ def test_each_element_reaches_each_place_equally_often():
 
 
 def test_mix64_equals_splitmix64():
-    # The first outputs of the published generator from state 0, which adds the constant that mix64 adds.
+    """The first outputs of the published generator from state 0, which adds the constant that mix64 adds."""
     states = (np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [int(value) for value in mix64(states)] == expected
-
-
-def counts_of(weights, samples):
-    """(samples, sources): how many of the samples up to and with each one are from each source."""
-    sources, _ = Schedule(weights)(np.arange(samples))
-    return np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
-
-
-def assert_within_one(weights, counts):
-    """In whole numbers: less than one sample from the share, after every sample."""
-    samples, period = np.arange(1, len(counts) + 1)[:, None], sum(weights)
-    assert (np.abs(counts * period - samples * np.array(weights)) < period).all()
 
 
 @settings(max_examples=60, deadline=None)
@@ -240,9 +222,12 @@ def assert_within_one(weights, counts):
 @example(weights=[499, 251, 250])
 @example(weights=[20_000, 1, 333, 7])
 def test_each_source_is_within_one_of_its_share_after_every_sample(weights):
-    counts = counts_of(weights, 2 * sum(weights) + 3)
-    assert_within_one(weights, counts)
-    assert (counts[sum(weights) - 1] == weights).all()
+    period = sum(weights)
+    samples = np.arange(1, 2 * period + 4)[:, None]
+    sources, _ = Schedule(weights)(samples[:, 0] - 1)
+    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    assert (np.abs(counts * period - samples * np.array(weights)) < period).all()  # in whole numbers
+    assert (counts[period - 1] == weights).all()
 
 
 def test_any_sample_is_found_without_those_before():

@@ -199,23 +199,23 @@ def test_verify_reads_source_files_that_are_too_large_to_read_each_time(settings
     monkeypatch.setattr(files, "SAMPLE", 100)
     run(PrepareSettings(settings, verify=True))
     text = Path(settings.path)
-    status, content = text.stat(), bytearray(text.read_bytes())
+    status, whole = text.stat(), text.read_bytes()
+
+    def change(byte):
+        text.write_bytes(whole)
+        flip(text, byte)
+        os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+
     manifest = Manifest.read(next(Path(settings.root).iterdir()))
-    assert manifest.source_files == [
-        {"name": text.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    ]
-    content[len(content) // 2] ^= 1
-    text.write_bytes(content)
-    os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+    source = {"name": text.name, "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    assert manifest.source_files == [source]
+    change(len(whole) // 2)
     run(PrepareSettings(settings, verify=False))
     with pytest.raises(ValueError, match=r"texts.jsonl is not what .* was made from"):
         run(PrepareSettings(settings, verify=True))
     for end in (10, -10):
-        content[end] ^= 1
-        text.write_bytes(content)
-        os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+        change(end)
         assert Recipe(settings).fingerprint != manifest.fingerprint
-        content[end] ^= 1
 
 
 def test_the_command_ends_with_a_message_and_without_a_traceback():

@@ -80,9 +80,8 @@ def test_ids_of_text(trained, folder):
 
 def test_the_dataset_is_known_by_the_content_of_the_file(folder, tmp_path):
     (tmp_path / "book.txt").write_text("the other thing in there\n" * 200)
-    settings = DataSettings(
-        source="text", path=str(tmp_path / "book.txt"), tokenizer=str(folder), root=str(tmp_path / "tokens")
-    )
+    places = {"path": str(tmp_path / "book.txt"), "root": str(tmp_path / "tokens")}
+    settings = DataSettings(source="text", tokenizer=str(folder), **places)
     corpus = open_corpus(settings)
     assert corpus.tokenizer.decode(corpus.train.window(0, 4)).startswith("the other thing")
     assert corpus.manifest.recipe["tokenizer"].keys() == {"sha256", "end_of_text"}
@@ -174,14 +173,13 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
     words = np.array([0, 255, 256, 65534, size - 2, 7, size - 2])
     for name, end in (("train.txt", ""), ("val.txt", "\n")):
         (tmp_path / name).write_text(" ".join(map(str, words)) + end)
-    settings = DataSettings(
-        source="text",
-        path=str(tmp_path / "train.txt"),
-        val_path=str(tmp_path / "val.txt"),
-        tokenizer=word_level(tmp_path / "words.json", map(str, range(size - 1)), "0"),
-        root=str(tmp_path / "tokens"),
-    )
-    corpus = open_corpus(settings)
+    places = {
+        "path": f"{tmp_path}/train.txt",
+        "val_path": f"{tmp_path}/val.txt",
+        "root": f"{tmp_path}/tokens",
+    }
+    own = word_level(tmp_path / "words.json", map(str, range(size - 1)), "0")
+    corpus = open_corpus(DataSettings(source="text", tokenizer=own, **places))
     stored = np.array([*words, size - 1])
     (folder,) = (tmp_path / "tokens").iterdir()
     for split, tokens in (("train", corpus.train), ("val", corpus.val)):

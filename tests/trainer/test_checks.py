@@ -2,7 +2,6 @@ import copy
 import re
 from dataclasses import replace
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from common.errors import SettingsError
 from model.backends.sagebwd import PRESETS
 from trainer.checks import Sizes, check, report_warmup
 from trainer.optimizer import learning_rate
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 PAPER_ON_GPU = [
     # tps, devices, steps, tokens, sequences, micro-steps of 16 sequences
@@ -106,15 +103,10 @@ def test_bad_settings_name_a_fix_that_works(compose_settings, overrides, named):
     assert [text for text in named if text not in told] == [], told
     for name, values in re.findall(r"(?:use |can: |; or )([a-z][\w.]*)=([\w.]+(?: or \d+)*)", told):
         for value in values.split(" or "):
-            fixed = with_setting(settings, name, yaml.safe_load(value))
+            fixed = copy.deepcopy(settings)
+            group, _, key = name.rpartition(".")
+            setattr(attrgetter(group)(fixed) if group else fixed, key, yaml.safe_load(value))
             check(fixed, fixed.hardware.devices)
-
-
-def with_setting(settings, name, value):
-    fixed = copy.deepcopy(settings)
-    group, _, key = name.rpartition(".")
-    setattr(attrgetter(group)(fixed) if group else fixed, key, value)
-    return fixed
 
 
 def test_a_pass_has_no_more_than_a_device_has_in_a_step(compose_settings):

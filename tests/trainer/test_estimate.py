@@ -22,7 +22,6 @@ from trainer.run import make_loader
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 RESULTS = Path(__file__).parents[2] / "results/speed"
-NO_PROBE = "probe.every=0"
 
 
 def rows(name):
@@ -50,7 +49,7 @@ def measured_steps():
 
 @pytest.mark.parametrize(("measured", "overrides"), [*measured_steps()])
 def test_memory_of_steps_measured_on_an_h200(compose_settings, measured, overrides):
-    settings = compose_settings(NO_PROBE, *overrides)
+    settings = compose_settings("probe.every=0", *overrides)
     found = allocated(settings, 1)
     if "attention=fpa" not in overrides:  # when measured, it saved Q in 16 bits, not in INT8
         model = settings.model

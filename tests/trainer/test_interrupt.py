@@ -2,6 +2,8 @@ import ctypes
 import functools
 import os
 import pty
+import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -17,10 +19,6 @@ from tests.cli import ROOT
 from trainer.processes import StopRequest
 
 SHORT = ("steps=8", "checkpoint_every=100", "sample_tokens=0")
-
-
-def sends_itself(number):
-    warm.at_step(3, lambda _: os.kill(os.getpid(), number))
 
 
 def is_interrupted_in_a_call_into_c():
@@ -40,6 +38,7 @@ def is_interrupted_in_a_call_into_c():
 
 def ignores_hangups():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    warm.at_step(3, lambda _: os.kill(os.getpid(), signal.SIGHUP))
 
 
 def loses_its_terminal():
@@ -84,7 +83,7 @@ def test_what_a_ctrl_c_does_is_said_before_the_step_ends(datasets, tmp_path):
 
 def test_under_nohup_a_hangup_stays_ignored(datasets, tmp_path):
     settings = warm.debug_settings(datasets, *SHORT, f"run_dir={tmp_path / 'run'}")
-    warm.run(settings, ignores_hangups, functools.partial(sends_itself, signal.SIGHUP))
+    warm.run(settings, ignores_hangups)
     assert (tmp_path / "run" / "DONE").exists()
 
 
@@ -144,3 +143,32 @@ def test_during_the_imports_of_train_py_it_prints_no_traceback(tmp_path, error, 
     assert done.returncode == code
     assert done.stderr.count("Traceback") == told
     assert bool(done.stdout + done.stderr) == told
+
+
+def wait_policy(monkeypatch, **chosen):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    runpy.run_path(str(ROOT / "trainer" / "__init__.py"))
+    return os.environ.get("OMP_WAIT_POLICY")
+
+
+def test_threads_sleep_unless_the_user_says_otherwise(monkeypatch):
+    assert wait_policy(monkeypatch, OMP_WAIT_POLICY="active") == "active"
+    assert wait_policy(monkeypatch, GOMP_SPINCOUNT="1000") is None
+    assert wait_policy(monkeypatch) == "passive"
+
+
+def test_how_threads_wait_is_chosen_before_torch_is_loaded():
+    """train.py imports trainer before what loads torch, which neither package's own file does."""
+
+    def imported(*files):
+        text = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+        return re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE)
+
+    ours = {"torch", "data", "model", "sagebwd", "trainer", "scripts", "common"}
+    names = [name for name in imported("train.py") if name in ours]
+    assert names[:2] == ["trainer", "common"]
+    assert not ours & {*imported("trainer/__init__.py", "common/__init__.py", "common/errors.py")}

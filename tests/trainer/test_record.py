@@ -94,12 +94,9 @@ def test_stopwatch_leaves_pauses_out():
     assert watch.take() < 0.02  # starts from zero, and still runs
 
 
-VARIABLES = ("MODE", "PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "DIR", "RUN_ID", "RESUME")
-
-
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch):
-    for name in VARIABLES:
+    for name in ("MODE", "PROJECT", "ENTITY", "RUN_GROUP", "TAGS", "NAME", "DIR", "RUN_ID", "RESUME"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
 
 

@@ -41,16 +41,10 @@ def batch_script(folder, **environment):
     for name, text in (("scontrol", FAKE_SCONTROL), ("srun", FAKE_SRUN)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    cluster = {
-        "PATH": f"{folder}:{os.environ['PATH']}",
-        "FAKE": str(folder),
-        "SLURM_JOB_ID": "17",
-        "SLURM_JOB_NODELIST": "node[1-2]",
-        "SLURM_JOB_NUM_NODES": "2",
-    }
-    return subprocess.Popen(
-        ["bash", "scripts/slurm.sh", "tps=260k"], cwd=ROOT, env=os.environ | cluster | environment
-    )
+    here = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}", "FAKE": str(folder)}
+    cluster = {"SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2"}
+    command = ["bash", "scripts/slurm.sh", "tps=260k"]
+    return subprocess.Popen(command, cwd=ROOT, env=here | cluster | environment)
 
 
 def test_the_batch_script_requeues_a_run_that_saved_on_the_clusters_signal(tmp_path):

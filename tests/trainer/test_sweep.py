@@ -3,6 +3,7 @@ import shlex
 import signal
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hydra import initialize_config_dir
@@ -106,17 +107,12 @@ def test_the_command_of_a_failed_run_can_be_pasted(begin, capsys):
     assert [one.value() for one in PARSER.parse_overrides(words)] == ["a, b=$HOME/*.txt", 1e-3, "It's"]
 
 
-class Unread:
-    def write(self, text):
-        raise BrokenPipeError
-
-
 def test_the_summary_may_have_no_reader(begin, monkeypatch):
     """As after Ctrl-C with `2>&1 | tee log`, which ends tee, too."""
     summary, discarded = begin("seed=1,2"), []
     summary.on_job_start(hydra(["seed=1"]), task_function=None)
     monkeypatch.setattr(terminal, "discard", discarded.append)
-    monkeypatch.setattr("sys.stderr", Unread())
+    monkeypatch.setattr("sys.stderr", Mock(write=Mock(side_effect=BrokenPipeError)))
     summary._report()
     assert set(discarded) == {2}
 
