@@ -14,7 +14,7 @@ from data.loader import BatchLoader, evaluation_batches
 from data.prepare import PrepareSettings, run
 from data.settings import DataSettings
 from data.tokenizers import vocabulary_size
-from tests.data.test_huggingface_tokenizer import AWKWARD
+from tests.data.test_tokenizers import AWKWARD
 from trainer.run import bytes_per_token
 
 SPECIAL = ["<s>", "</s>"]
