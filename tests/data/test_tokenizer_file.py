@@ -17,8 +17,6 @@ from data.tokenizers import vocabulary_size
 from tests.data.test_tokenizers import AWKWARD
 from trainer.run import bytes_per_token
 
-SPECIAL = ["<s>", "</s>"]
-
 
 @pytest.fixture(scope="module")
 def trained():
@@ -26,14 +24,11 @@ def trained():
     made = huggingface.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = huggingface.decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    how = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], **how)
     made.train_from_iterator(["the thing in there, the other thing"] * 3, trainer)
-    made.post_processor = processors.TemplateProcessing(
-        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    around = [("<s>", 0), ("</s>", 1)]
+    made.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=around)
     made.enable_truncation(4)
     made.enable_padding(length=9)
     return made
@@ -41,9 +36,8 @@ def trained():
 
 def word_level(file, words, unknown=None):
     """The path of a tokenizer whose tokens are these words, and the end of the text."""
-    made = huggingface.Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=unknown)
-    )
+    ids = {word: i for i, word in enumerate(words)}
+    made = huggingface.Tokenizer(models.WordLevel(ids, unk_token=unknown))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     made.add_special_tokens(["<end>"])
     made.save(str(file))
@@ -173,13 +167,9 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
     words = np.array([0, 255, 256, 65534, size - 2, 7, size - 2])
     for name, end in (("train.txt", ""), ("val.txt", "\n")):
         (tmp_path / name).write_text(" ".join(map(str, words)) + end)
-    places = {
-        "path": f"{tmp_path}/train.txt",
-        "val_path": f"{tmp_path}/val.txt",
-        "root": f"{tmp_path}/tokens",
-    }
     own = word_level(tmp_path / "words.json", map(str, range(size - 1)), "0")
-    corpus = open_corpus(DataSettings(source="text", tokenizer=own, **places))
+    places = {"path": f"{tmp_path}/train.txt", "val_path": f"{tmp_path}/val.txt", "tokenizer": own}
+    corpus = open_corpus(DataSettings(source="text", root=f"{tmp_path}/tokens", **places))
     stored = np.array([*words, size - 1])
     (folder,) = (tmp_path / "tokens").iterdir()
     for split, tokens in (("train", corpus.train), ("val", corpus.val)):

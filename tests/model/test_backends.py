@@ -1,3 +1,4 @@
+import functools
 import logging
 import re
 import sys
@@ -160,10 +161,8 @@ def test_flash_attention_of_documents_is_that_by_a_mask(fake_gpu, monkeypatch):
         assert cu_q.dtype == torch.int32
         assert (max_q, max_k, dropout, is_causal, returns_mask) == (6, 6, 0.0, True, False)
         parts = [x.transpose(0, 1).split(cu_q.diff().tolist(), 1) for x in (q, k, v)]
-        outs = [
-            F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-            for one in zip(*parts, strict=True)
-        ]
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        outs = [attend(*one) for one in zip(*parts, strict=True)]
         return torch.cat(outs, 1).transpose(0, 1), None, None, None, None
 
     cu_seqlens = torch.tensor([0, 1, 6, 8, 11, 12, 12], dtype=torch.int32)
@@ -269,12 +268,9 @@ def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(
     train_here(*own)
     assert "continuing" in caplog.text
 
-    for wrong, told in (
-        ({"window": 0}, r"^attention\.window=0 must be at least 1"),
-        ({"window": "wide"}, r"^attention\.window=wide: "),
-        ({"windw": 3}, r"did you mean attention\.window"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            backends.read({"backend": "window", **wrong})
+    told = {("window", 0): "window=0 must be at least 1", ("window", "wide"): "window=wide: "}
+    for (name, wrong), words in {**told, ("windw", 3): r"did you mean attention\.window"}.items():
+        with pytest.raises(ValueError, match=words):
+            backends.read({"backend": "window", name: wrong})
     assert backends.read({"backend": "fpa", "window": 3}) == backends.read({"backend": "fpa"})
     del sys.modules["model.backends.window"]  # of this test alone

@@ -33,10 +33,8 @@ def build(config, attention, dtype, *, recompute=False):
 
 
 def estimated(config, attention, dtype, sequences, context, *, device="cpu", **settings):
-    q, k = (
-        torch.empty(sequences, heads, context, config.d_head, dtype=dtype, device="meta")
-        for heads in (config.n_heads, config.kv_heads)
-    )
+    shapes = ((sequences, heads, context, config.d_head) for heads in (config.n_heads, config.kv_heads))
+    q, k = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
     how = {"compiled": False, "on_gpu": False, "recompute": False, **settings}
     work = Pass(sequences, context, dtype.itemsize, **how)
     return activations(config, work, backends.read(attention).saved_bytes(q, k, device=device))

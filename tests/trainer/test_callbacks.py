@@ -90,11 +90,8 @@ def test_hooks_are_called_with_what_is_logged(train_here, tmp_path):
     saved = [(n, keys) for kind, n, keys, _ in CALLS if kind == "checkpoint"]
     assert saved == [(2, {"path"}), (4, {"path"})]
     records = metrics(tmp_path)
-    assert [(one["step"], one["mine/step"]) for one in records if "loss" in one] == [
-        (1, 10),
-        (2, 20),
-        (4, 40),
-    ]
+    logged = [(one["step"], one["mine/step"]) for one in records if "loss" in one]
+    assert logged == [(1, 10), (2, 20), (4, 40)]
     assert [one["mine/evaluate"] for one in records if "val_loss" in one] == [20, 40]
 
 
@@ -147,14 +144,13 @@ def test_a_metric_of_the_validation_batches(train_here, tmp_path):
 def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command[2:]))
-    tasks = (
-        "{_target_: examples.callbacks.Tasks, tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]}"
-    )
+    tasks = "tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]"
+    tasks = f"callbacks.tasks={{_target_: examples.callbacks.Tasks, {tasks}}}"
     monkeypatch.setattr("examples.callbacks.find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"pip install -e '.\[train,evaluate\]'"):
-        train_here(tmp_path, *QUICK, f"callbacks.tasks={tasks}")
+        train_here(tmp_path, *QUICK, tasks)
     monkeypatch.setattr("examples.callbacks.find_spec", lambda name: name)
-    train_here(tmp_path, *QUICK, "checkpoint_every=2", f"callbacks.tasks={tasks}")
+    train_here(tmp_path, *QUICK, "checkpoint_every=2", tasks)
     (of_export, evaluate) = asked
     export.main(of_export[1:])
     assert f"pretrained={tmp_path / 'export' / 'step_00000004'},dtype=float32" in evaluate
@@ -169,9 +165,7 @@ def test_the_example_on_two_ranks_that_share_the_weights(datasets, train_here, t
     train_here(tmp_path / "one", *settings)
     sharded = ("hardware.parallel=fsdp", "hardware.devices=2", f"run_dir={tmp_path / 'two'}")
     warm.two_ranks(warm.debug_settings(datasets, *settings, *sharded), [], [])
-    found = [
-        [one["weights/layer_1"] for one in metrics(tmp_path / name) if "val_loss" in one]
-        for name in ("one", "two")
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-    assert 1 < found[0][0] < 100
+    records = (metrics(tmp_path / name) for name in ("one", "two"))
+    whole, shared = ([one["weights/layer_1"] for one in run if "val_loss" in one] for run in records)
+    assert whole == pytest.approx(shared, rel=1e-4)
+    assert 1 < whole[0] < 100

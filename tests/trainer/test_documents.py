@@ -138,9 +138,8 @@ def test_a_run_trains_and_validates_with_the_mask_and_goes_on(text, train_here, 
     first = Llama(trained.settings.model, trained.backend.attend)
     expected = [loss_alone(first, x, y, 256) for x, y, _ in trained.loader.micro_batches(0)]
     assert losses(run)[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
-    (inputs, targets, _) = next(
-        evaluation_batches(trained.corpus.val, context=64, sequences=8, micro_batch=8, separator=256)
-    )
+    how = {"context": 64, "sequences": 8, "micro_batch": 8, "separator": 256}
+    inputs, targets, _ = next(evaluation_batches(trained.corpus.val, **how))
     found = [record["val_loss"] for record in metrics(run) if "val_loss" in record][-1]
     assert found == pytest.approx(loss_alone(trained.llama, inputs, targets, 256).item(), rel=1e-5)
 

@@ -174,9 +174,8 @@ def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_setting
     settings = compose_settings("attention=sagebwd", "plan=true")
     found = speed(settings, 1)
     assert "assumed" in found.basis
-    assert found.tokens_per_second == pytest.approx(
-        187_817 * estimate.ASSUMED_MFU / 0.465 * 312 / 989, rel=0.01
-    )
+    rate = 187_817 * estimate.ASSUMED_MFU / 0.465 * 312 / 989
+    assert found.tokens_per_second == pytest.approx(rate, rel=0.01)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     assert speed(settings, 1).tokens_per_second is None
     assert "hardware.peak_tflops" in speed(settings, 1).basis

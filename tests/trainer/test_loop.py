@@ -181,12 +181,7 @@ def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):
     """A vocabulary of words without one for others: tokenizers fails on what is not in it."""
     (tmp_path / "book.txt").write_text("dark night\n" * 2000)
     words = word_level(tmp_path / "tokenizer.json", ["dark", "night"])
-    own = (
-        "data=text",
-        f"data.path={tmp_path}/book.txt",
-        f"data.tokenizer={words}",
-        f"data.root={tmp_path}/data",
-    )
+    own = ("data=text", f"data.path={tmp_path}/book.txt", f"data.root={tmp_path}", f"data.tokenizer={words}")
     with pytest.raises(TrainingError, match=r"^sample_prompt='The ': .*UNK"):
         train_here(tmp_path / "run", *own)
     assert train_here(tmp_path / "run", *own, "sample_prompt=dark", "steps=1", "tps.warmup_steps=0").step == 1

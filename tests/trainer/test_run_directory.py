@@ -49,17 +49,13 @@ def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
 
 
 def test_name_comes_from_the_overrides_in_any_order_and_differs_for_different_runs(tmp_path):
-    assert default_name(["tps=260k", "attention=sagebwd"]) == "attention-sagebwd+tps-260k"
-    assert (
-        default_name(["attention=sagebwd", "tps=260k", "run_dir=x", "data.root=x"])
-        == "attention-sagebwd+tps-260k"
-    )
+    for words in ("tps=260k attention=sagebwd", "attention=sagebwd tps=260k run_dir=x data.root=x"):
+        assert default_name(words.split()) == "attention-sagebwd+tps-260k"
     assert default_name([]) == "default"
     paths = ["a/b", "a-b", "a_b", "x" * 300, "x" * 300 + "y", "a\udcff"]
     paths += ["日" * 85, "日" * 84 + "月", "日" * 300]
-    names = [
-        default_name([one]) for one in (*(f"data.path={path}" for path in paths), "tps=260k", "tps=2.1m")
-    ]
+    overrides = (*(f"data.path={path}" for path in paths), "tps=260k", "tps=2.1m")
+    names = [default_name([one]) for one in overrides]
     assert len(set(names)) == len(names)
     for name in names:
         (tmp_path / name).mkdir()  # raises if it is no name

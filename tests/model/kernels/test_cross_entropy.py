@@ -49,10 +49,8 @@ def test_of_16_bit_logits_only_the_gradient_is_rounded(dtype):
     (losses, gradient), (exact_losses, exact_gradient) = by_kernel(*given), exact(*given)
     torch.testing.assert_close(losses.double(), exact_losses, atol=2e-6, rtol=2e-6)
     assert gradient.dtype == dtype
-    smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    torch.testing.assert_close(
-        gradient.double(), exact_gradient, atol=smallest, rtol=torch.finfo(dtype).eps / 2 * 1.001
-    )
+    eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    torch.testing.assert_close(gradient.double(), exact_gradient, atol=smallest, rtol=eps / 2 * 1.001)
 
 
 @pytest.mark.parametrize("scale", [1e3, 1e30])
@@ -94,10 +92,8 @@ def test_strides_do_not_matter():
 
 
 def test_it_is_a_well_behaved_operator():
-    logits, targets = inputs(5, 40)
-    torch.library.opcheck(
-        kernels.cross_entropy, (logits, targets, torch.tensor(SHARE, device=DEVICE), IGNORE_INDEX)
-    )
+    arguments = (*inputs(5, 40), torch.tensor(SHARE, device=DEVICE), IGNORE_INDEX)
+    torch.library.opcheck(kernels.cross_entropy, arguments)
 
 
 def test_logits_on_a_cpu_are_left_to_pytorch():
