@@ -224,9 +224,7 @@ def test_a_source_is_one_file_and_the_command_that_prepares_it_litters_nothing(t
     (tmp_path / "configs").mkdir()
     shutil.copy(ROOT / "configs" / "prepare.yaml", tmp_path / "configs")
     shutil.copytree(ROOT / "configs" / "hydra", tmp_path / "configs" / "hydra")
-    (module,) = re.findall(
-        r"```python\n(\"\"\"data/sources/sqlite.py.*?)```", EXTENDING.read_text(), re.DOTALL
-    )
+    (module,) = re.findall(r'```python\n("""data/sources/sqlite.py.*?)```', EXTENDING.read_text(), re.DOTALL)
     (tmp_path / "data" / "sources" / "sqlite.py").write_text(module)
     with contextlib.closing(sqlite3.connect(tmp_path / "texts.sqlite")) as connection:
         connection.execute("CREATE TABLE documents (text TEXT)")

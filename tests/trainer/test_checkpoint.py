@@ -49,6 +49,13 @@ def make(seed=0):
     return model, optimizer
 
 
+def trained():
+    """A model and its optimizer after a step."""
+    made = make()
+    train_step(*made)
+    return made
+
+
 def train_step(model, optimizer, inputs=None):
     model(torch.arange(11) if inputs is None else inputs).square().mean().backward()
     optimizer.step()
@@ -87,8 +94,7 @@ def full(*_, **__):
 
 
 def test_a_checkpoint_outlives_later_ones_that_are_damaged(tmp_path):
-    model, optimizer = make()
-    train_step(model, optimizer)
+    model, optimizer = trained()
     for step in (1, 3, 4):
         checkpoints(tmp_path, keep=3).save(step, model, optimizer, {})
     for step in (3, 4):
@@ -177,8 +183,7 @@ def test_training_goes_on_while_the_state_of_the_save_is_written_and_is_restored
     tmp_path, gate, caplog
 ):
     caplog.set_level(logging.INFO)
-    model, optimizer = make()
-    train_step(model, optimizer)
+    model, optimizer = trained()
     expected = state_of(model, optimizer)
     background = checkpoints(tmp_path, kind=Checkpoints)
     background.save(1, model, optimizer, {"wandb_id": "abc"})
@@ -218,8 +223,7 @@ def test_saves_in_a_row_wait_for_each_other(tmp_path):
 
 
 def test_memory_of_the_copy_is_used_again(tmp_path):
-    model, optimizer = make()
-    train_step(model, optimizer)
+    model, optimizer = trained()
     stager = checkpoints(tmp_path)._stager
 
     def addresses():
@@ -329,13 +333,13 @@ class Calls:
 @pytest.fixture
 def folder(tmp_path):
     """A checkpoint of a step."""
-    model, optimizer = make()
-    train_step(model, optimizer)
-    checkpoints(tmp_path).save(1, model, optimizer, {})
+    checkpoints(tmp_path).save(1, *trained(), {})
     return tmp_path / "step_00000001"
 
 
-def seal_again(folder):
+def put_metadata(folder, content):
+    """And seal it again."""
+    (folder / ".metadata").write_bytes(content)
     contents = read_seal(folder)
     (folder / SEAL).unlink()
     write_seal(folder, {name: value for name, value in contents.items() if name != "files"})
@@ -356,8 +360,7 @@ in_both_ways = pytest.mark.parametrize("load", [load_to_train, load_moments])
 @pytest.mark.parametrize("function", [os.mkdir, Path.mkdir, torch.load])
 def test_metadata_runs_no_code(folder, tmp_path, load, function):
     ran = tmp_path / "ran"
-    (folder / ".metadata").write_bytes(pickle.dumps(Calls(function, ran)))
-    seal_again(folder)
+    put_metadata(folder, pickle.dumps(Calls(function, ran)))
     with pytest.raises((TrainingError, ValueError), match=r"asks for [\w.]+, which no checkpoint needs"):
         load(folder)
     assert not ran.exists()
@@ -375,8 +378,7 @@ def test_checkpoints_of_pythons_that_pickle_enums_as_attributes_are_read(tmp_pat
     monkeypatch.setattr(
         _MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name))
     )
-    model, optimizer = make()
-    train_step(model, optimizer)
+    model, optimizer = trained()
     checkpoints(tmp_path).save(1, model, optimizer, {})
     assert b"getattr" in (tmp_path / "step_00000001" / ".metadata").read_bytes()
     monkeypatch.undo()
@@ -387,8 +389,7 @@ def test_checkpoints_of_pythons_that_pickle_enums_as_attributes_are_read(tmp_pat
 def test_values_that_are_no_tensors_run_no_code(folder, tmp_path, load):
     """The optimizer's settings, which torch unpickles as well."""
     ran = tmp_path / "ran"
-    model, optimizer = make()
-    train_step(model, optimizer)
+    model, optimizer = trained()
     weights, moments = dcp.state_dict.get_state_dict(model, optimizer)
     moments["param_groups"][0]["lr"] = Calls(os.mkdir, str(ran))
     shutil.rmtree(folder)
@@ -405,8 +406,7 @@ def test_files_outside_the_checkpoint_are_not_read(folder, tmp_path, load):
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
         place.relative_path = f"../other/{place.relative_path}"
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    seal_again(folder)
+    put_metadata(folder, pickle.dumps(metadata))
     with pytest.raises((TrainingError, ValueError), match="no file of this checkpoint"):
         load(folder)
 
@@ -430,7 +430,6 @@ def test_a_file_of_another_size_is_not_read(folder):
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04.", pickle.dumps([1]), pickle.dumps(Metadata({}))])
 def test_damaged_metadata_is_named(folder, content):
-    (folder / ".metadata").write_bytes(content)
-    seal_again(folder)
+    put_metadata(folder, content)
     with pytest.raises((TrainingError, ValueError), match=r"step_00000001 .*\.metadata"):
         load_to_train(folder)

@@ -5,7 +5,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -175,21 +174,19 @@ def test_killing_the_sweep_ends_its_runs(tmp_path):
 ON_TWO = ("steps=8", "checkpoint_every=2", "sample_tokens=0", "hardware.micro_batch=2")
 HELD_AT = 5
 
-needs_proc = pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
 
-
-def train_and_hold(settings: Settings) -> None:
+def train_and_hold(settings):
     warm.at_step(HELD_AT, lambda trainer: time.sleep(600))
     train(settings)
 
 
-def start_forked(work: Callable[..., None], argument: object, processes: int) -> None:
+def start_forked(work, argument, processes):
     """distributed.start in a process whose ranks need not import all again."""
     warm.ranks_are_forked()
     distributed.start(work, argument, processes=processes)
 
 
-@needs_proc
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
 @pytest.mark.parametrize("processes", [1, 2])  # 1: as each run of a sweep
 def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(datasets, tmp_path, processes):
     killed = warm.debug_settings(datasets, *ON_TWO, f"run_dir={tmp_path / 'killed'}")
@@ -211,7 +208,7 @@ def test_sockets_are_on_the_loopback_device_and_killing_the_launcher_ends_all(da
     assert set(addresses) <= LOOPBACK
 
 
-def end_with(code: int) -> None:
+def end_with(code):
     """Be asked to stop before the first step, as Ctrl-C does, and end with this exit code."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which the launcher sends on
     time.sleep(0.3)  # its parent knows it by then: a fork may run before that
@@ -220,13 +217,9 @@ def end_with(code: int) -> None:
     os._exit(code)
 
 
-def is_interrupted_twice() -> None:
-    raise KeyboardInterrupt
-
-
 def test_a_second_ctrl_c_is_said_to_stop_at_once():
     with pytest.raises(Interrupted, match=r"^stopped at once"):
-        warm.call(functools.partial(distributed.start, is_interrupted_twice, processes=1))
+        warm.call(functools.partial(distributed.start, exec, "raise KeyboardInterrupt", processes=1))
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,8 @@ def detector(window=20, threshold=6.0, history=()):
 
 def course(steps=200, seed=0, spikes=()):
     """A noisy, falling loss and a noisy gradient norm; `spikes`: (step, what to add to loss and norm)."""
-    noise = random.Random(seed)
-    values = [
-        (3 + 5 * math.exp(-i / 20) + noise.gauss(0, 0.02), 1 + noise.gauss(0, 0.05)) for i in range(steps)
-    ]
+    noise = random.Random(seed).gauss
+    values = [(3 + 5 * math.exp(-i / 20) + noise(0, 0.02), 1 + noise(0, 0.05)) for i in range(steps)]
     for step, loss, norm in spikes:
         values[step] = (values[step][0] + loss, values[step][1] + norm)
     return values
@@ -128,13 +126,10 @@ def found(spikes, values):
 
 
 def test_spikes_are_found_where_they_are():
+    """Also where the one before could hide it."""
     spikes = [(100, 1.0, 0), (150, 0, 3.0), (151, 0, 3.0), (180, 1.0, 3.0)]
-    assert found(detector(threshold=8.0), course(spikes=spikes)) == {
-        100: ["loss"],
-        150: ["grad_norm"],
-        151: ["grad_norm"],  # the one before did not hide it
-        180: ["loss", "grad_norm"],
-    }
+    wanted = {100: ["loss"], 150: ["grad_norm"], 151: ["grad_norm"], 180: ["loss", "grad_norm"]}
+    assert found(detector(threshold=8.0), course(spikes=spikes)) == wanted
 
 
 def test_limits_are_median_and_mad_of_the_steps_before():
