@@ -126,11 +126,17 @@ def test_off_and_not_installed(tmp_path, monkeypatch, caplog):
     assert "wandb is not installed" in caplog.text
 
 
-@pytest.mark.parametrize(("key_configured", "mode"), [(True, "online"), (False, "offline")])
-def test_auto_is_online_only_with_a_key(tmp_path, monkeypatch, calls, key_configured, mode):
-    monkeypatch.setattr(wandb, "login", lambda **_: key_configured)
-    assert start("auto", tmp_path)
-    assert [(call["mode"], call["resume"]) for call in calls] == [(mode, "allow")]
+def test_auto_is_online_only_with_a_key_or_by_the_environment(tmp_path, monkeypatch, calls):
+    for has_key in (True, False):
+        monkeypatch.setattr(wandb, "login", Mock(return_value=has_key))
+        assert start("auto", tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    start("auto", tmp_path)
+    start("offline", tmp_path)  # the setting comes first
+    assert [call["mode"] for call in calls] == ["online", "offline", "online", "offline"]
+    assert {call["resume"] for call in calls} == {"allow"}
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert start("auto", tmp_path) is None
 
 
 def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkeypatch, caplog):
@@ -151,15 +157,6 @@ def test_a_service_that_cannot_be_reached_leaves_the_run_its_id(tmp_path, monkey
     assert start("online", tmp_path)
     assert attempts == [("online", "abc"), ("offline", "abc")]
     assert "W&B (online): no answer" in caplog.text
-
-
-def test_mode_of_the_environment_holds_for_auto_only(tmp_path, monkeypatch, calls):
-    monkeypatch.setenv("WANDB_MODE", "online")
-    start("auto", tmp_path)
-    start("offline", tmp_path)
-    assert [call["mode"] for call in calls] == ["online", "offline"]
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert start("auto", tmp_path) is None
 
 
 def test_variables_hold_where_no_setting_is_given(tmp_path, monkeypatch, calls):
