@@ -45,12 +45,13 @@ from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.settings import Settings
 
+CONFIGS = ROOT / "configs"
+GROUPS = {"data", *(folder.name for folder in CONFIGS.iterdir())}
+
 gc.freeze()  # searching the modules for garbage would take half of a run
 # Faults are called in the process of the run before it trains; they must be functions that pickle.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload([__name__, "pytest"])
-GROUPS = {"data", *(path.name for path in (ROOT / "configs").iterdir())}
-PARSER = OverridesParser.create()
 
 
 def no_picture(figure: Figure, path: Path) -> None:
@@ -58,21 +59,27 @@ def no_picture(figure: Figure, path: Path) -> None:
     path.write_text("no picture")
 
 
-def composed(*overrides: str) -> Settings:
-    """The settings that `python train.py` makes of these arguments, in the order that Hydra has."""
-    groups = [text for text in overrides if text.partition("=")[0] in GROUPS or text.startswith("hydra")]
-    config = copy.deepcopy(_chosen(*groups))
-    values = PARSER.parse_overrides([text for text in overrides if text not in groups])
-    ConfigLoaderImpl._apply_overrides_to_config(values, config)
-    return OmegaConf.to_object(config)
-
-
 @functools.cache
-def _chosen(*groups: str) -> DictConfig:
-    """Before values are set: this takes 0.1 s."""
+def _of_groups(*overrides: str) -> DictConfig:
     trainer.settings.register()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("train", overrides=list(groups))
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+def config(*overrides: str) -> DictConfig:
+    """What Hydra makes of these arguments of train.py; of the same options of groups, which is slow, once."""
+    groups, values = [], []
+    for one in OverridesParser.create().parse_overrides(list(overrides)):
+        (groups if one.key_or_group.partition(".")[0] == "hydra" else values).append(one)
+    groups += [one for one in values if one.key_or_group in GROUPS]
+    found = copy.deepcopy(_of_groups(*(one.input_line for one in groups)))
+    ConfigLoaderImpl._apply_overrides_to_config([one for one in values if one not in groups], found)
+    return found
+
+
+def composed(*overrides: str) -> Settings:
+    """The settings that `python train.py` makes of these arguments."""
+    return OmegaConf.to_object(config(*overrides))
 
 
 def debug_settings(datasets: Path, *overrides: str) -> Settings:

@@ -1,5 +1,3 @@
-"""Opening the data of a run: prepared on first use when small, otherwise by the command that is named."""
-
 import dataclasses
 import shlex
 import shutil
@@ -24,14 +22,12 @@ def settings(tmp_path):
 
 
 def composed(*overrides):
-    """The data settings of `python -m data.prepare` with these arguments."""
     prepare.register()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return OmegaConf.to_object(compose("prepare", list(overrides))).data
 
 
 def pasted(line):
-    """The data settings of a command that a shell reads."""
     python, option, module, *overrides = shlex.split(line)
     assert (python, option, module) == ("python", "-m", "data.prepare")
     return composed(*overrides)
@@ -67,13 +63,15 @@ def test_the_command_for_a_large_text_prepares_what_opens(settings, tmp_path):
     assert len(open_corpus(settings).validation) == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["a b", "a,b", "k=v", "it's", "${oc.env:HOME}", "[x]", "ä", "back\\slash\\", "null", "1e3", "*.t"]
-)
-def test_the_command_is_read_as_the_settings_by_the_shell_and_hydra(tmp_path, name):
-    settings = DataSettings(source="jsonl", path=name, column=name, root=f"{tmp_path}/{name}", folder=name)
+NAMES = ["a b", "a,b", "k=v", "it's", "${oc.env:HOME}", "[x]", "ä", "back\\slash\\", "null", "1e3", "*.t"]
+
+
+@pytest.mark.parametrize("names", [NAMES[i : i + 4] for i in (0, 4, 7)], ids=range(3))
+def test_the_command_is_read_as_the_settings_by_the_shell_and_hydra(tmp_path, names):
+    one, two, three, four = names
+    settings = DataSettings(source="jsonl", path=one, column=two, root=f"{tmp_path}/{three}", folder=four)
     assert pasted(corpus.command(Recipe(settings))) == settings
-    settings = DataSettings(source="huggingface", path=f"s3://{name}", name=name, config=name, folder=name)
+    settings = DataSettings(source="huggingface", path=f"s3://{four}", name=three, config=two, folder=one)
     assert pasted(corpus.command(Recipe(settings))) == settings
 
 
@@ -99,8 +97,8 @@ def test_small_datasets_are_checked_in_full_and_large_ones_by_size(settings, mon
     open_corpus(settings)
 
 
-def test_the_embedded_text_needs_nothing(tmp_path, monkeypatch):
+def test_the_embedded_text_needs_nothing(datasets, monkeypatch):
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("used the network"))
-    opened = open_corpus(composed("data=embedded", f"data.root={tmp_path}"))
+    opened = open_corpus(composed("data=embedded", f"data.root={datasets}"))
     assert len(opened.train) > 2_000_000
     assert len(opened.val) > 100_000

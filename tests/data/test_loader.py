@@ -1,5 +1,3 @@
-"""Batches: the right tokens, each sequence once an epoch, the same step for any number of ranks."""
-
 import itertools
 import queue
 import threading
@@ -7,10 +5,12 @@ import threading
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from data.loader import BatchLoader, document_boundaries, evaluation_batches, stack_sequences
+from data.mixture import Mixture, Schedule
+from data.order import Permutation, mix64, shuffled
 from data.tokens import TokenShards
 
 
@@ -29,9 +29,7 @@ def test_rows_are_the_announced_sequences_and_targets_are_one_ahead():
     inputs = torch.cat([inputs for inputs, _ in batches])
     targets = torch.cat([targets for _, targets in batches])
     starts = torch.from_numpy(loader().sequence_indices(4) * 7)
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert inputs.is_contiguous()
-    assert targets.is_contiguous()
+    assert all(x.dtype == torch.int64 and x.is_contiguous() for x in (inputs, targets))
     assert torch.equal(inputs, starts[:, None] + torch.arange(7))
     assert torch.equal(targets, inputs + 1)
 
@@ -96,13 +94,7 @@ def test_an_error_while_a_batch_is_made_ahead_reaches_who_asks_for_it(monkeypatc
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    ranks=st.integers(1, 6),
-    micro_batch=st.integers(1, 4),
-    micro_steps=st.integers(1, 3),
-    step=st.integers(0, 50),
-    context=st.integers(1, 9),
-)
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 3), st.integers(0, 50), st.integers(1, 9))
 def test_ranks_share_a_step_without_overlap(ranks, micro_batch, micro_steps, step, context):
     shared = {"context": context, "sequences_per_step": ranks * micro_batch * micro_steps, "seed": 1}
     per_rank = [
@@ -178,3 +170,126 @@ def test_the_shape_of_boundaries_stays_unless_documents_are_short():
     shapes = {document_boundaries(generator.integers(0, 1100, (16, 4096)), 7).shape for _ in range(20)}
     assert shapes == {(129,)}
     assert document_boundaries(np.full((16, 4096), 7), 7).shape == (16 * 4096 + 1,)
+
+
+@pytest.mark.parametrize("seed", [0, 2**63])
+def test_every_small_size_is_permuted(seed):
+    for n in range(1, 201):
+        image = Permutation(n, seed=seed, epoch=3)(np.arange(n))
+        assert sorted(image) == list(range(n))
+
+
+def test_samples_of_a_huge_size_are_distinct_and_inside():
+    n = 9_040_017_095
+    positions = np.random.default_rng(0).choice(n, 100_000, replace=False)
+    image = Permutation(n, seed=7)(positions)
+    assert len(np.unique(image)) == len(np.unique(positions))
+    assert image.min() >= 0
+    assert image.max() < n
+
+
+def test_is_a_function_of_seed_and_epoch():
+    positions = np.arange(1000)
+
+    def order(seed, epoch):
+        return Permutation(1000, seed=seed, epoch=epoch)(positions)
+
+    assert (order(1, 2) == order(1, 2)).all()
+    for other in (order(1, 3), order(2, 2), order(2, 1)):
+        assert (order(1, 2) == other).mean() < 0.02  # one in a thousand agrees by chance
+
+
+def test_each_element_reaches_each_place_equally_often():
+    n, epochs = 6, 1000
+    counts = np.zeros((n, n))
+    for epoch in range(epochs):
+        counts[np.arange(n), Permutation(n, seed=0, epoch=epoch)(np.arange(n))] += 1
+    expected = epochs / n
+    chi_squared = ((counts - expected) ** 2 / expected).sum()
+    assert chi_squared < 60  # 25 degrees of freedom: exceeded once in ten thousand uniform tables
+
+
+def test_mix64_equals_splitmix64():
+    """The first outputs of the published generator from state 0, which adds the constant that mix64 adds."""
+    states = (np.arange(3, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    expected = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
+    assert [int(value) for value in mix64(states)] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+@example(weights=[1] * 11 + [60])
+@example(weights=[499, 251, 250])
+@example(weights=[20_000, 1, 333, 7])
+def test_each_source_is_within_one_of_its_share_after_every_sample(weights):
+    period = sum(weights)
+    samples = np.arange(1, 2 * period + 4)[:, None]
+    sources, _ = Schedule(weights)(samples[:, 0] - 1)
+    counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
+    assert (np.abs(counts * period - samples * np.array(weights)) < period).all()  # in whole numbers
+    assert (counts[period - 1] == weights).all()
+
+
+def test_any_sample_is_found_without_those_before():
+    schedule = Schedule([5, 3, 2])
+    sources, before = schedule(np.arange(95))
+    own = [0, 0, 0]
+    for sample, source in enumerate(sources):
+        assert before[sample] == own[source]
+        own[source] += 1
+        assert schedule.counts(sample + 1).tolist() == own
+    far = 10**12 + np.arange(37, 95)  # a multiple of the period later: the same sources
+    assert (schedule(far)[0] == sources[37:95]).all()
+    assert (schedule(far)[1] == before[37:95] + 10**11 * np.array([5, 3, 2])[sources[37:95]]).all()
+
+
+NAMES = ("a", "b", "c")
+SIZES = (85, 1000, 30)  # tokens: 12, 142 and 4 sequences of 7
+
+
+def mixed(weights=(3, 5, 1)):
+    """The tokens of each source begin at a thousand of its own."""
+    texts = [np.arange(size, dtype=np.uint16) + 2000 * i for i, size in enumerate(SIZES)]
+    return Mixture(NAMES, weights, tuple(TokenShards(np.split(text, [20])) for text in texts))
+
+
+def mixed_loader(**changed):
+    arguments = {"context": 7, "sequences_per_step": 12, "micro_batch": 3, "seed": 5} | changed
+    return BatchLoader(mixed(), **arguments)
+
+
+def test_every_source_is_read_in_epochs_of_its_own():
+    batches = mixed_loader()
+    read = np.concatenate([batches.sequence_indices(step) for step in range(40)])
+    epochs = np.concatenate([batches.epochs(step) for step in range(40)])
+    assert batches.sequences == 12 + 142 + 4
+    first = 0
+    for name, count, share in zip(NAMES, (12, 142, 4), (3, 5, 1), strict=True):
+        mine = (first <= read) & (read < first + count)
+        assert {batches.order.text_of(index) for index in read[mine].tolist()} == {name}
+        assert abs(mine.sum() * 9 - 480 * share) < 9
+        alone = np.arange(mine.sum())
+        in_order = shuffled(alone, count, seed=batches.order.seeds[NAMES.index(name)])
+        assert (read[mine] - first == in_order).all()
+        assert (epochs[mine] == alone // count).all()
+        whole = read[mine][: mine.sum() // count * count].reshape(-1, count)
+        assert (np.sort(whole, axis=1) == np.arange(first, first + count)).all()
+        first += count
+    assert batches.epoch_of(40) == pytest.approx(160 / 12, abs=0.1)  # "a" starts over most often
+    assert len({*batches.order.seeds}) == 3
+
+
+def test_rows_are_whole_sequences_of_one_source():
+    """The last sequence of a source, too, whose last target is the last token that is used of it."""
+    batches = mixed_loader()
+    for step in range(30):
+        indices = batches.sequence_indices(step)
+        rows = [torch.cat(part) for part in zip(*batches.micro_batches(step), strict=True)]
+        starts = [
+            2000 * source + 7 * (index - first)
+            for index in indices.tolist()
+            for source, first, end in ((0, 0, 12), (1, 12, 154), (2, 154, 158))
+            if first <= index < end
+        ]
+        assert torch.equal(rows[0], torch.tensor(starts)[:, None] + torch.arange(7))
+        assert torch.equal(rows[1], rows[0] + 1)

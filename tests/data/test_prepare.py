@@ -1,16 +1,15 @@
-"""From files to shards: the right tokens, the same bytes however the work went, and nothing half done."""
-
 import dataclasses
 import fcntl
 import hashlib
 import json
 import os
-import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 
 from common import files
@@ -19,12 +18,13 @@ from data.prepare import PrepareSettings, run, tasks
 from data.prepare import prepare as prepare_recipe
 from data.recipe import Recipe
 from data.settings import DataSettings
-from data.shards import Manifest
-from data.sources import jsonl
+from data.shards import Manifest, UnitRecord
+from data.sources import effective_fraction, in_validation, jsonl
 from data.tokenizers import Bytes
 from data.tokens import TokenShards
+from data.workers import Task
 from tests import cli, warm
-from tests.cli import ROOT, flip
+from tests.cli import flip
 from tests.processes import wait_until
 
 TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600)]  # 70 kB
@@ -32,7 +32,6 @@ TEXTS = [f"document {number} " + "word " * (number % 40) for number in range(600
 
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
-    """JSON Lines in ten units."""
     for module in (sources, jsonl):
         monkeypatch.setattr(module, "UNIT_BYTES", 8000)
     path = tmp_path / "texts.jsonl"
@@ -42,7 +41,6 @@ def settings(tmp_path, monkeypatch):
 
 
 def prepare(settings):
-    """Prepare a text; its folder."""
     text = Recipe(settings)
     prepare_recipe(text)
     return text.folder
@@ -58,13 +56,9 @@ def contents(folder):
 
 def documents(folder, split):
     tokens = TokenShards.open(folder, Manifest.read(folder), split, full=True)
-    texts = bytes_of(tokens).split(b"<|endoftext|>")
-    assert texts.pop() == b""
-    return [text.decode() for text in texts]
-
-
-def bytes_of(tokens):
-    return Bytes().decode(tokens.window(0, len(tokens))).encode()
+    *texts, end = Bytes().decode(tokens.window(0, len(tokens))).split("<|endoftext|>")
+    assert end == ""
+    return texts
 
 
 def test_every_document_is_in_one_split_in_order(settings):
@@ -75,10 +69,8 @@ def test_every_document_is_in_one_split_in_order(settings):
     assert val == [text for text in TEXTS if text in set(val)]
     assert 20 < len(val) < 120  # a tenth, the data being small
     manifest = Manifest.read(folder)
-    assert manifest.documents("train") == len(train)
-    assert manifest.documents("val") == len(val)
-    assert len(manifest.shards["train"]) == 10
-    assert manifest.vocab_size == 257
+    assert [manifest.documents(split) for split in ("train", "val")] == [len(train), len(val)]
+    assert (len(manifest.shards["train"]), manifest.vocab_size) == (10, 257)
 
 
 def test_any_number_of_processes_makes_the_same_bytes_once(settings, tmp_path, monkeypatch):
@@ -93,7 +85,6 @@ def test_any_number_of_processes_makes_the_same_bytes_once(settings, tmp_path, m
 
 
 def prepare_slowly(settings):
-    """In a process of its own."""
     sources.UNIT_BYTES = jsonl.UNIT_BYTES = 8000
     encode_batch = Bytes.encode_batch
     Bytes.encode_batch = lambda self, texts: time.sleep(0.1) or encode_batch(self, texts)
@@ -163,12 +154,8 @@ def test_waits_for_another_preparation_of_the_same_folder(settings, caplog):
     assert (folder / "manifest.json").exists()
 
 
-# ------------------------------------------------------------------ failures
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_unusable_text_is_named_and_nothing_passes_for_prepared(settings, processes):
-    settings.processes = processes
+def test_unusable_text_is_named_and_nothing_passes_for_prepared(settings):
+    settings.processes = 2
     with Path(settings.path).open("a") as file:
         file.write('{"body": "x"}\n')
     with pytest.raises(ValueError, match=r"texts.jsonl, line 601 has no key 'text'"):
@@ -196,9 +183,6 @@ def test_a_wrong_number_of_documents_is_refused(settings):
         prepare(settings)
 
 
-# ------------------------------------------------------------------ the command
-
-
 def test_verify_reads_every_shard(settings, capsys):
     run(PrepareSettings(settings, verify=True))
     assert "verified, 59,106 + 7,684 tokens" in capsys.readouterr().out
@@ -215,45 +199,87 @@ def test_verify_reads_source_files_that_are_too_large_to_read_each_time(settings
     monkeypatch.setattr(files, "SAMPLE", 100)
     run(PrepareSettings(settings, verify=True))
     text = Path(settings.path)
-    status, content = text.stat(), bytearray(text.read_bytes())
+    status, whole = text.stat(), text.read_bytes()
+
+    def change(byte):
+        text.write_bytes(whole)
+        flip(text, byte)
+        os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+
     manifest = Manifest.read(next(Path(settings.root).iterdir()))
-    assert manifest.source_files == [
-        {"name": text.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    ]
-    content[len(content) // 2] ^= 1
-    text.write_bytes(content)
-    os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+    source = {"name": text.name, "bytes": len(whole), "sha256": hashlib.sha256(whole).hexdigest()}
+    assert manifest.source_files == [source]
+    change(len(whole) // 2)
     run(PrepareSettings(settings, verify=False))
     with pytest.raises(ValueError, match=r"texts.jsonl is not what .* was made from"):
         run(PrepareSettings(settings, verify=True))
     for end in (10, -10):
-        content[end] ^= 1
-        text.write_bytes(content)
-        os.utime(text, ns=(status.st_atime_ns, status.st_mtime_ns))
+        change(end)
         assert Recipe(settings).fingerprint != manifest.fingerprint
-        content[end] ^= 1
 
 
-def test_the_command_prepares_and_litters_nothing(tmp_path):
-    (tmp_path / "book.txt").write_text("once upon a time\n" * 100)
-    words = ["-m", "data.prepare", "data=text", "data.path=book.txt", "data.tokenizer=bytes", "verify=true"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "verified, 1,5" in done.stdout
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["book.txt", "tokens"]
+def test_the_command_ends_with_a_message_and_without_a_traceback():
+    for argument, answer in {
+        "data=text": "data.prepare: data=text needs data.path=FILE",
+        "dat=text": "dat=text: there is no setting 'dat'; did you mean data?",
+    }.items():
+        printed = cli.run([sys.executable, "data/prepare.py", argument], code=1)
+        assert printed.startswith(answer)
+        assert "Traceback" not in printed
 
 
-@pytest.mark.parametrize(
-    ("argument", "answer"),
-    [
-        ("data=text", "data.prepare: data=text needs data.path=FILE"),
-        ("dat=text", "dat=text: there is no setting 'dat'; did you mean data?"),
-    ],
-)
-def test_the_command_ends_with_a_message_and_without_a_traceback(argument, answer):
-    printed = cli.run([sys.executable, "data/prepare.py", argument], code=1)
-    assert printed.startswith(answer)
-    assert "Traceback" not in printed
+DOCUMENTS = [f"document {number} " + "word " * (number % 9) for number in range(200)]
+
+
+def written(folder, batches, split=None):
+    """The record of a unit of these batches, [(texts, whether the last goes on), ...]; its shards' bytes."""
+    folder.mkdir()
+    read = [SimpleNamespace(texts=pa.array(texts, pa.large_string()), continues=on) for texts, on in batches]
+    unit = SimpleNamespace(split=split, batches=lambda: read, text_bytes=0)
+    Task(folder, 0, unit, "bytes", 0.1, "f").run(lambda text_bytes: None)
+    record = UnitRecord.read(folder, 0)
+    shards = [shard for shard in record.shards.values() if shard]
+    texts = sum(len(texts) - on for texts, on in batches)
+    assert texts == sum(shard.documents for shard in shards) + record.counts["skipped"]
+    return record, {file.name: file.read_bytes() for file in folder.glob("*.bin")}
+
+
+@pytest.mark.parametrize("size", [1, 7])
+def test_a_document_is_in_the_same_split_in_batches_of_any_size(tmp_path, size):
+    batches = [(DOCUMENTS[start : start + size], False) for start in range(0, len(DOCUMENTS), size)]
+    assert written(tmp_path / "few", batches) == written(tmp_path / "all", [(DOCUMENTS, False)])
+
+
+def test_a_document_cut_over_batches_is_one_and_may_end_with_an_empty_piece(tmp_path):
+    batches = [(["one", "two"], True), ([" goes"], True), ([" on", "three"], True), (["", "four"], False)]
+    whole = [(["one", "two goes on", "three", "four"], False)]
+    found = written(tmp_path / "cut", batches, "train")
+    assert found == written(tmp_path / "whole", whole, "train")
+    assert found[0].shards["train"].documents == 4
+
+
+def test_a_document_without_text_is_skipped_and_counted(tmp_path):
+    """Null, empty, or every one of a batch; not a part of a document that goes on, nor white space."""
+    batches = [([None, "one", "", " "], False), ([None], False), (["two", "ano"], True), ([""], True)]
+    record, shards = written(tmp_path / "gaps", [*batches, (["ther", None], False)])
+    assert shards == written(tmp_path / "whole", [(["one", " ", "two", "another"], False)])[1]
+    assert record.counts["skipped"] == 4
+
+
+def test_the_validation_documents_are_the_requested_share_chosen_by_position_alone_and_never_none():
+    def chosen(unit, first, count, fraction):
+        return in_validation(unit=unit, first=first, count=count, fraction=fraction)
+
+    assert chosen(3, 0, 1_000_000, 0.01).sum() == pytest.approx(10_000, abs=500)  # five standard deviations
+    one, two = (chosen(unit, 0, 100_000, 0.5) for unit in (1, 2))
+    assert (one == two).mean() == pytest.approx(0.5, abs=0.01)  # units choose independently
+    assert chosen(0, 0, 3, 1e-12).tolist() == [True, False, False]
+    assert chosen(0, 3, 3, 1e-12).tolist() == [False] * 3
+    assert len(chosen(0, 0, 0, 0.5)) == 0
+
+
+def test_small_texts_hold_out_more():
+    assert effective_fraction(0.0005, 40_000_000_000) == 0.0005
+    assert effective_fraction(0.0005, 100 << 20) == pytest.approx(256 / (100 << 10))
+    assert effective_fraction(0.0005, 1 << 20) == 0.1
+    assert effective_fraction(0.25, 1 << 20) == 0.25

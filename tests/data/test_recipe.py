@@ -1,5 +1,3 @@
-"""From settings to texts: each made of what its settings say, and settings that cannot work named."""
-
 import dataclasses
 import json
 import os
@@ -15,6 +13,8 @@ from data.prepare import PrepareSettings, run
 from data.settings import DataSettings
 from data.tokenizers import Bytes
 from tests.data.test_corpus import composed
+
+pytestmark = pytest.mark.usefixtures("files")
 
 
 @pytest.fixture
@@ -36,10 +36,7 @@ def book(**changed):
 
 
 def mixed(**changed):
-    sources = {
-        "wiki": {"path": "wiki.jsonl", "weight": 0.75},
-        "book": {"path": "book.txt", "weight": 0.25},
-    }
+    sources = {"wiki": {"path": "wiki.jsonl", "weight": 0.75}, "book": {"path": "book.txt", "weight": 0.25}}
     return DataSettings(**{"source": "mixture", "tokenizer": "bytes", "sources": sources} | changed)
 
 
@@ -47,7 +44,6 @@ def text_of(tokens):
     return Bytes().decode(tokens.window(0, len(tokens)))
 
 
-@pytest.mark.usefixtures("files")
 def test_prepared_tokens_stand_in_for_a_missing_text_alone():
     """In data.folder, on a cluster node: a mistake in another setting must not open them."""
     corpus = open_corpus(book(folder="mine"))
@@ -60,13 +56,11 @@ def test_prepared_tokens_stand_in_for_a_missing_text_alone():
             open_corpus(dataclasses.replace(settings, folder="mine"))
 
 
-@pytest.mark.usefixtures("files")
 def test_validation_sets_are_prepared_by_themselves():
     sets = {"wiki": "wiki.jsonl", "code": "code", "py": {"path": "code/*.py", "source": "text"}}
     plain, corpus = open_corpus(book()), open_corpus(book(validation=sets, folder="mine"))
-    assert [(one.name, one.weight) for one in corpus.validation] == [
-        (None, 1.0), ("wiki", 0.0), ("code", 0.0), ("py", 0.0)
-    ]  # fmt: skip
+    weights = [(one.name, one.weight) for one in corpus.validation]
+    assert weights == [(None, 1.0), ("wiki", 0.0), ("code", 0.0), ("py", 0.0)]
     assert corpus.manifest == plain.manifest
     assert Path("tokens/mine").is_dir()  # the sets do not share its name
     held_out, wiki, code, py = (text_of(one.tokens) for one in corpus.validation)
@@ -75,18 +69,15 @@ def test_validation_sets_are_prepared_by_themselves():
     assert wiki == "".join(json.loads(line)["text"] + "<|endoftext|>" for line in lines)
     assert code == Path("code/a.txt").read_text() + "<|endoftext|>"
     assert py == Path("code/b.py").read_text() + "<|endoftext|>"
-    assert {path.name.split("-")[0] for path in Path("tokens").iterdir()} == {
-        "book", "mine", "wiki", "code", "text"
-    }  # fmt: skip
+    folders = {path.name.split("-")[0] for path in Path("tokens").iterdir()}
+    assert folders == {"book", "mine", "wiki", "code", "text"}
 
 
-@pytest.mark.usefixtures("files")
 def test_a_mixture_is_its_sources():
     corpus = open_corpus(mixed(validation={"code": "code"}))
     assert (corpus.train.names, corpus.train.weights) == (("book", "wiki"), (1, 3))
-    assert [(one.name, one.weight) for one in corpus.validation] == [
-        ("book", 0.25), ("wiki", 0.75), ("code", 0.0)
-    ]  # fmt: skip
+    weights = [(one.name, one.weight) for one in corpus.validation]
+    assert weights == [("book", 0.25), ("wiki", 0.75), ("code", 0.0)]
     alone = [open_corpus(book()), open_corpus(book(source="jsonl", path="wiki.jsonl"))]
     for train, held_out, one in zip(corpus.train.texts, corpus.validation, alone, strict=False):
         assert text_of(train) == text_of(one.train)
@@ -136,20 +127,15 @@ def test_sources_of_openwebtext_are_those_of_its_group():
     assert wiki == alone
 
 
-@pytest.mark.usefixtures("files")
 def test_the_command_line_takes_names_one_by_one_or_together():
-    together = composed(
-        "data=embedded", "data.validation={wiki: wiki.jsonl, code: {path: 'code/*', source: text}}"
-    )
-    one_by_one = composed(
-        "data=embedded", "data.validation.wiki=wiki.jsonl", "data.validation.code.path='code/*'",
-        "data.validation.code.source=text", "data.validation.code.folder=null",
-    )  # fmt: skip
-    sets, same = ([one.settings for one in recipe.read(text)[1:]] for text in (together, one_by_one))
+    together = ("data.validation={wiki: wiki.jsonl, code: {path: 'code/*', source: text}}",)
+    values = ("wiki=wiki.jsonl", "code.path='code/*'", "code.source=text", "code.folder=null")
+    one_by_one = [f"data.validation.{value}" for value in values]
+    texts = (recipe.read(composed("data=embedded", *words)) for words in (together, one_by_one))
+    sets, same = ([one.settings for one in text[1:]] for text in texts)
     assert sets == same
-    assert [(one.source, one.path, one.val_path) for one in sets] == [
-        ("jsonl", None, "wiki.jsonl"), ("text", None, "code/*")
-    ]  # fmt: skip
+    places = [(one.source, one.path, one.val_path) for one in sets]
+    assert places == [("jsonl", None, "wiki.jsonl"), ("text", None, "code/*")]
 
 
 FAULTS = [
@@ -191,7 +177,6 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("settings", "named"), FAULTS, ids=[named for _, named in FAULTS])
-@pytest.mark.usefixtures("files")
 def test_settings_that_cannot_work_are_named(settings, named):
     with pytest.raises(ValueError, match=named):
         recipe.read(settings)
@@ -211,7 +196,6 @@ def test_training_text_is_not_validation_text_under_another_name(files):
             recipe.read(book(val_path=name))
 
 
-@pytest.mark.usefixtures("files")
 def test_the_command_prepares_all_texts(capsys):
     run(PrepareSettings(mixed(validation={"code": "code"}), verify=True))
     printed = [line.split("-")[0] for line in capsys.readouterr().out.splitlines() if "verified" in line]

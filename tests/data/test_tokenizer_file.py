@@ -1,5 +1,3 @@
-"""A tokenizer.json of one's own: the ids of its library, end-of-text apart, and its faults named."""
-
 import dataclasses
 import json
 from contextlib import nullcontext
@@ -16,9 +14,8 @@ from data.loader import BatchLoader, evaluation_batches
 from data.prepare import PrepareSettings, run
 from data.settings import DataSettings
 from data.tokenizers import vocabulary_size
-from tests.data.test_huggingface_tokenizer import AWKWARD
-
-SPECIAL = ["<s>", "</s>"]
+from tests.data.test_tokenizers import AWKWARD
+from trainer.run import bytes_per_token
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +24,24 @@ def trained():
     made = huggingface.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = huggingface.decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
+    how = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>", "</s>"], **how)
     made.train_from_iterator(["the thing in there, the other thing"] * 3, trainer)
-    made.post_processor = processors.TemplateProcessing(
-        "<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
-    )
+    around = [("<s>", 0), ("</s>", 1)]
+    made.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=around)
     made.enable_truncation(4)
     made.enable_padding(length=9)
     return made
+
+
+def word_level(file, words, unknown=None):
+    """The path of a tokenizer whose tokens are these words, and the end of the text."""
+    ids = {word: i for i, word in enumerate(words)}
+    made = huggingface.Tokenizer(models.WordLevel(ids, unk_token=unknown))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<end>"])
+    made.save(str(file))
+    return str(file)
 
 
 @pytest.fixture
@@ -70,9 +74,8 @@ def test_ids_of_text(trained, folder):
 
 def test_the_dataset_is_known_by_the_content_of_the_file(folder, tmp_path):
     (tmp_path / "book.txt").write_text("the other thing in there\n" * 200)
-    settings = DataSettings(
-        source="text", path=str(tmp_path / "book.txt"), tokenizer=str(folder), root=str(tmp_path / "tokens")
-    )
+    places = {"path": str(tmp_path / "book.txt"), "root": str(tmp_path / "tokens")}
+    settings = DataSettings(source="text", tokenizer=str(folder), **places)
     corpus = open_corpus(settings)
     assert corpus.tokenizer.decode(corpus.train.window(0, 4)).startswith("the other thing")
     assert corpus.manifest.recipe["tokenizer"].keys() == {"sha256", "end_of_text"}
@@ -158,30 +161,15 @@ def test_what_is_no_tokenizer(folder, file, content, named):
         vocabulary_size(str(folder))
 
 
-def word_level(file, size):
-    """A tokenizer of this many words: "0" to the last but one, each its own id, and the end of the text."""
-    vocabulary = {str(i): i for i in range(size - 1)} | {"<end>": size - 1}
-    made = huggingface.Tokenizer(models.WordLevel(vocabulary, unk_token="0"))
-    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.add_special_tokens(["<end>"])
-    made.save(str(file))
-    return str(file)
-
-
 @pytest.mark.parametrize(("size", "dtype"), [(65536, "<u2"), (65537, "<u4")])
 def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
     """From the text to the batches, with the largest ids of the vocabulary."""
     words = np.array([0, 255, 256, 65534, size - 2, 7, size - 2])
     for name, end in (("train.txt", ""), ("val.txt", "\n")):
         (tmp_path / name).write_text(" ".join(map(str, words)) + end)
-    settings = DataSettings(
-        source="text",
-        path=str(tmp_path / "train.txt"),
-        val_path=str(tmp_path / "val.txt"),
-        tokenizer=word_level(tmp_path / "words.json", size),
-        root=str(tmp_path / "tokens"),
-    )
-    corpus = open_corpus(settings)
+    own = word_level(tmp_path / "words.json", map(str, range(size - 1)), "0")
+    places = {"path": f"{tmp_path}/train.txt", "val_path": f"{tmp_path}/val.txt", "tokenizer": own}
+    corpus = open_corpus(DataSettings(source="text", root=f"{tmp_path}/tokens", **places))
     stored = np.array([*words, size - 1])
     (folder,) = (tmp_path / "tokens").iterdir()
     for split, tokens in (("train", corpus.train), ("val", corpus.val)):
@@ -197,12 +185,38 @@ def test_ids_have_as_many_bits_as_the_vocabulary_needs(tmp_path, size, dtype):
 
 
 def test_a_text_that_a_tokenizer_has_no_tokens_for_is_named(tmp_path):
-    made = huggingface.Tokenizer(models.WordLevel({"a": 0, "<end>": 1}))
-    made.add_special_tokens(["<end>"])
-    made.save(str(tmp_path / "words.json"))
-    loaded = tokenizers.load(str(tmp_path / "words.json"))
+    loaded = tokenizers.load(word_level(tmp_path / "words.json", "a"))
     assert loaded.encode("a") == [0]
     assert loaded.encode("") == []
     for encode in (loaded.encode, lambda text: loaded.encode_documents(pa.array([text], pa.large_string()))):
         with pytest.raises(ValueError, match=r"words.json cannot encode a text .*another tokenizer"):
             encode("b")
+
+
+TEXTS = ["the", "the  thing\n in 日本語", "", "thing é thing", "the thing " * 30]
+
+
+def bytes_predicted(tmp_path, tokenizer, tokens):
+    """The source's bytes of tokens 1 … `tokens` of these texts, which bits per byte are counted over."""
+    path = tmp_path / "val.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "train.jsonl").write_text('{"text": "more"}')
+    places = {"path": str(tmp_path / "train.jsonl"), "val_path": str(path), "root": str(tmp_path / "tokens")}
+    corpus = open_corpus(DataSettings(source="jsonl", tokenizer=str(tokenizer), **places))
+    (value,) = bytes_per_token(corpus.validation, corpus.tokenizer, context=tokens, sequences=1)
+    return value * tokens
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 12, 30, 31, 49, 100])
+def test_bytes_predicted_by_a_tokenizer_that_gives_texts_back_are_those_of_its_tokens(tmp_path, tokens):
+    whole = b"\xff".join(text.encode() for text in TEXTS if text) + b"\xff"  # which ends a document
+    assert bytes_predicted(tmp_path, "bytes", tokens) == tokens - whole[1 : tokens + 1].count(b"\xff")
+
+
+@pytest.mark.parametrize(("tokens", "documents"), [(1, 1), (6, 2), (10, 3), (71, 4), (40, 3.5)])
+def test_bytes_predicted_by_one_that_does_not_are_those_of_the_source(tmp_path, tokens, documents):
+    """A token is a word, or an unknown one, without its white space. Half a text has a space less."""
+    made = word_level(tmp_path / "words.json", ["the", "thing", "?"], "?")
+    sizes = [len(text.encode()) for text in TEXTS if text]
+    wanted = sum(sizes[1 : int(documents)]) + documents % 1 * sizes[3]
+    assert bytes_predicted(tmp_path, made, tokens) == pytest.approx(wanted, rel=0.01)

@@ -1,21 +1,28 @@
+import functools
+import logging
 import re
+import sys
 from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 import sagebwd
+from common.errors import TrainingError
 from model import backends
 from model.backends import fpa
 from model.backends.sagebwd import PRESETS
 from sagebwd import SageConfig
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
+from tests.trainer.conftest import train_here
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CALL = {"is_causal": True, "enable_gqa": False}
+DOCUMENTS = {"d_head": 64, "longest_document": 8}
 
 
 def build(attention: dict, device: torch.device = CPU, **shape: int) -> backends.Backend:
@@ -25,9 +32,8 @@ def build(attention: dict, device: torch.device = CPU, **shape: int) -> backends
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """A GPU of a given compute capability on which only the given kernels run."""
-
     def fake(capability: tuple[int, int], usable: set[str]) -> None:
+        """A GPU of this compute capability on which only these kernels run."""
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(fpa, "usable_kernels", lambda *kind: usable)
 
@@ -65,24 +71,29 @@ def test_null_is_the_default_and_settings_of_other_attentions_are_left_out():
     assert record == {"backend": "fpa", "sdpa": None}
 
 
-# fpa
-
-
 @pytest.mark.parametrize(
-    ("capability", "usable", "chosen"),
+    ("capability", "usable", "shape", "chosen"),
     [
-        ((9, 0), {"cudnn", "flash", "efficient", "math"}, "cuDNN"),
-        ((12, 0), {"cudnn", "flash", "efficient", "math"}, "cuDNN"),
-        ((9, 0), {"flash", "efficient", "math"}, "FlashAttention-2"),
-        ((8, 9), {"cudnn", "flash", "efficient", "math"}, "FlashAttention-2"),
-        ((8, 0), {"cudnn", "efficient", "math"}, "memory-efficient"),
-        ((8, 0), {"cudnn", "math"}, "cuDNN"),
-        ((7, 5), {"math"}, "math"),
+        ((9, 0), "cudnn flash efficient math", {}, "scaled_dot_product_attention, cuDNN"),
+        ((12, 0), "cudnn flash efficient math", {}, "scaled_dot_product_attention, cuDNN"),
+        ((9, 0), "flash efficient math", {}, "scaled_dot_product_attention, FlashAttention-2"),
+        ((8, 9), "cudnn flash efficient math", {}, "scaled_dot_product_attention, FlashAttention-2"),
+        ((8, 0), "cudnn efficient math", {}, "scaled_dot_product_attention, memory-efficient"),
+        ((8, 0), "cudnn math", {}, "scaled_dot_product_attention, cuDNN"),
+        ((7, 5), "math", {}, "scaled_dot_product_attention, math"),
+        ((9, 0), "cudnn flash efficient math", DOCUMENTS, "FlashAttention-2, packed documents"),
+        (
+            (9, 0),
+            "cudnn flash efficient",
+            DOCUMENTS | {"d_head": 20},
+            "memory-efficient, documents by a mask",
+        ),
+        ((9, 0), "cudnn math fa4", DOCUMENTS, "math, documents by a mask"),
     ],
 )
-def test_fpa_takes_the_fastest_usable_kernel(fake_gpu, capability, usable, chosen):
-    fake_gpu(capability, usable)
-    assert build({"backend": "fpa"}, CUDA).description == f"scaled_dot_product_attention, {chosen}"
+def test_fpa_takes_the_fastest_usable_kernel(fake_gpu, capability, usable, shape, chosen):
+    fake_gpu(capability, {*usable.split()})
+    assert build({"backend": "fpa"}, CUDA, **shape).description == chosen
 
 
 def test_fpa_takes_the_requested_kernel_or_refuses(fake_gpu):
@@ -102,12 +113,9 @@ def test_fpa_asks_pytorch_about_causal_training(monkeypatch, is_gqa):
     monkeypatch.setattr(fpa, "can_use_efficient_attention", lambda params: True)
     assert fpa.usable_kernels(CPU, torch.bfloat16, 48, is_gqa) == {"cudnn", "efficient", "math"}
     (params,) = asked
-    assert params.is_causal
-    assert params.enable_gqa == is_gqa
-    assert params.dropout == 0
-    assert params.attn_mask is None
-    assert params.query.dtype == torch.bfloat16
-    assert params.query.requires_grad
+    assert (params.is_causal, params.enable_gqa) == (True, is_gqa)
+    assert (params.dropout, params.attn_mask) == (0, None)
+    assert (params.query.dtype, params.query.requires_grad) == (torch.bfloat16, True)
     assert params.query.shape[-1] == 48
     assert (params.key.shape[1] < params.query.shape[1]) == is_gqa
 
@@ -137,19 +145,6 @@ def test_pinned_kernel_is_the_one_that_runs(monkeypatch):
     assert torch.backends.cuda.flash_sdp_enabled()  # PyTorch's global switches are as they were
 
 
-@pytest.mark.parametrize(
-    ("usable", "d_head", "chosen"),
-    [
-        ({"cudnn", "flash", "efficient", "math"}, 64, "FlashAttention-2, packed documents"),
-        ({"cudnn", "flash", "efficient", "math"}, 20, "memory-efficient, documents by a mask"),
-        ({"cudnn", "math", "fa4"}, 64, "math, documents by a mask"),
-    ],
-)
-def test_fpa_takes_the_fastest_kernel_for_documents(fake_gpu, usable, d_head, chosen):
-    fake_gpu((9, 0), usable)
-    assert build({"backend": "fpa"}, CUDA, d_head=d_head, longest_document=8).description == chosen
-
-
 @pytest.mark.parametrize("sdpa", ["cudnn", "fa4"])
 def test_a_kernel_without_documents_is_named_with_those_that_have_them(sdpa):
     settings = backends.read({"backend": "fpa", "sdpa": sdpa})
@@ -166,10 +161,8 @@ def test_flash_attention_of_documents_is_that_by_a_mask(fake_gpu, monkeypatch):
         assert cu_q.dtype == torch.int32
         assert (max_q, max_k, dropout, is_causal, returns_mask) == (6, 6, 0.0, True, False)
         parts = [x.transpose(0, 1).split(cu_q.diff().tolist(), 1) for x in (q, k, v)]
-        outs = [
-            F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-            for one in zip(*parts, strict=True)
-        ]
+        attend = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        outs = [attend(*one) for one in zip(*parts, strict=True)]
         return torch.cat(outs, 1).transpose(0, 1), None, None, None, None
 
     cu_seqlens = torch.tensor([0, 1, 6, 8, 11, 12, 12], dtype=torch.int32)
@@ -198,42 +191,86 @@ def test_documents_on_a_gpu_are_those_of_float64(sdpa):
             assert relative_l2(found, wanted) < 0.01
 
 
-# sagebwd
-
-
-def sage(**changes: object) -> dict:
-    return {"backend": "sagebwd", **changes}
-
-
-def config_of(attention: dict) -> SageConfig:
-    return backends.read(attention).config
-
-
 def test_every_setting_of_the_library_can_be_set():
     for field in fields(SageConfig):
         changed = {"smooth_k": False, "block_q": 32, "block_kv": 32}
         changed |= {"operand_scales": "token", "granularity": "block", "int8_matmuls": []}
         value = changed.get(field.name, True)
         needed = {"int8_matmuls": ["s_fwd"]} if field.name == "compensate_o" else {}
-        config = config_of(sage(**needed, **{field.name: value}))
+        config = backends.read({"backend": "sagebwd", **needed, field.name: value}).config
         assert getattr(config, field.name) in (value, ()), field.name
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_recorded_preset_is_the_same_attention_without_its_name(name):
-    record = backends.read(sage(preset=name, kernels="reference")).recorded()
+    record = backends.read({"backend": "sagebwd", "preset": name, "kernels": "reference"}).recorded()
     assert "preset" not in record
     assert record["kernels"] == "reference"
-    assert config_of(record) == PRESETS[name]
-    assert backends.read(record).recorded() == record
+    again = backends.read(record)
+    assert (again.config, again.recorded()) == (PRESETS[name], record)
 
 
 def test_sagebwd_runs_the_library_with_the_config():
     q, k, v = torch.randn(3, 1, 4, 21, 16)
-    backend = build(sage(kernels="reference", int8_matmuls=["s_fwd"], block_q=16))
+    backend = build({"backend": "sagebwd", "kernels": "reference", "int8_matmuls": ["s_fwd"], "block_q": 16})
     config = SageConfig(int8_matmuls=("s_fwd",), block_q=16)
     expected = sagebwd.sage_attention(q, k, v, is_causal=True, config=config)
     assert torch.equal(backend.attend(q, k, v, **CALL), expected)
     assert not torch.equal(expected, sagebwd.sage_attention(q, k, v, is_causal=True))
-    assert "kernels reference" in backend.description
-    assert "block_q=16" in backend.description
+    assert re.search("kernels reference.*block_q=16|block_q=16.*kernels reference", backend.description)
+
+
+__all__ = ["train_here"]
+
+MODULE = '''
+"""Causal attention to the last `window` tokens."""
+from dataclasses import dataclass
+import torch
+import torch.nn.functional as F
+from model.backends import Attention, Backend
+
+@dataclass
+class Settings(Attention):
+    window: int = 4
+
+    def __post_init__(self):
+        if self.window < 1:
+            raise ValueError(f"attention.window={self.window} must be at least 1")
+
+    def build(self, *, device, dtype, d_head, is_gqa):
+        def attend(q, k, v, *, is_causal, enable_gqa):
+            n = q.shape[-2]
+            mask = torch.ones(n, n, dtype=torch.bool, device=q.device).tril().triu(1 - self.window)
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+
+        return Backend(attend, f"a window of {self.window} tokens", title="windowed attention")
+'''
+
+
+def test_a_new_attention_trains_and_is_resumed_with_a_setting_of_its_own(
+    train_here, tmp_path, monkeypatch, caplog
+):
+    """And its setting is checked, and known where a name is misspelt."""
+    caplog.set_level(logging.INFO, logger="trainer")
+    run = tmp_path / "run"
+    (tmp_path / "attention").mkdir()
+    (tmp_path / "window.py").write_text(MODULE)
+    (tmp_path / "attention" / "window.yaml").write_text("backend: window\nwindow: 8\n")
+    monkeypatch.setattr(backends, "__path__", [*backends.__path__, str(tmp_path)])
+    own = (run, f"hydra.searchpath=[file://{tmp_path}]", "attention=window", "steps=3", "probe.every=1")
+    train_here(*own)
+    assert "a window of 8 tokens" in caplog.text
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    assert config["attention"] == {"backend": "window", "window": 8}
+    assert "probe/layer_0/dq_l2" in (run / "metrics.jsonl").read_text()  # its own error
+    with pytest.raises(TrainingError, match=r"attention\.window was 8, is now 64"):
+        train_here(*own, "attention.window=64")
+    train_here(*own)
+    assert "continuing" in caplog.text
+
+    told = {("window", 0): "window=0 must be at least 1", ("window", "wide"): "window=wide: "}
+    for (name, wrong), words in {**told, ("windw", 3): r"did you mean attention\.window"}.items():
+        with pytest.raises(ValueError, match=words):
+            backends.read({"backend": "window", name: wrong})
+    assert backends.read({"backend": "fpa", "window": 3}) == backends.read({"backend": "fpa"})
+    del sys.modules["model.backends.window"]  # of this test alone

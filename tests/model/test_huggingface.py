@@ -7,62 +7,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
-from transformers import LlamaConfig as HFLlamaConfig
-from transformers import Qwen3Config as HFQwen3Config
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
 from model import huggingface
 from model.config import differences
 from model.llama import Llama
 
-SHAPES = [
-    {"n_kv_heads": 2},
-    {"n_kv_heads": 1, "tie_embeddings": False, "rope_theta": 500.0, "norm_eps": 1e-2},
-]
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
 def load(folder: Path) -> Llama:
     return huggingface.load(folder, F.scaled_dot_product_attention)
 
 
-def saved_by_transformers(folder: Path, qk_norm: bool, shard: str = "50GB", **changes: object):
-    sizes = {
-        "vocab_size": 61,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 10,
-        "max_position_embeddings": 32,
-        "initializer_range": 0.2,
-        "attn_implementation": "eager",
-    }
-    config_class, model_class = (
-        (HFQwen3Config, Qwen3ForCausalLM) if qk_norm else (HFLlamaConfig, LlamaForCausalLM)
-    )
-    model = model_class(config_class(**(sizes | changes)))
-    for parameter in model.parameters():
-        if parameter.dim() == 1:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size=shard)
-    return model
+def theirs_of(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
-def edit(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+SHAPES = [  # how transformers calls the model, our settings of it, the size of the files that it then writes
+    (Qwen3ForCausalLM, {"n_kv_heads": 2}, "50GB"),
+    (Qwen3ForCausalLM, {"tie_embeddings": False}, "10KB"),
+    (LlamaForCausalLM, {"n_kv_heads": 1, "qk_norm": False, "rope_theta": 500.0, "norm_eps": 1e-2}, "10KB"),
+]
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_computes_the_same_from_what_we_save(make_model, tokens, tmp_path, shape, qk_norm):
-    ours = make_model(qk_norm=qk_norm, **shape)
-    huggingface.save(ours, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32)
-    assert type(theirs) is (Qwen3ForCausalLM if qk_norm else LlamaForCausalLM)
+@pytest.mark.parametrize(("kind", "shape", "shard"), SHAPES)
+def test_transformers_computes_the_same_and_we_from_what_it_saves(
+    make_model, tokens, tmp_path, kind, shape, shard
+):
+    ours = make_model(**shape)
+    huggingface.save(ours, tmp_path / "ours")
+    theirs = theirs_of(tmp_path / "ours")
+    assert type(theirs) is kind
+    assert theirs.config.bos_token_id is theirs.config.eos_token_id is None  # Llama's defaults: 1 and 2
     torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=3e-5, rtol=3e-5)
 
     # Their loss shifts the labels itself and leaves out the last position, as -100 does here.
@@ -72,22 +50,13 @@ def test_transformers_computes_the_same_from_what_we_save(make_model, tokens, tm
     torch.testing.assert_close(their_loss, loss, atol=1e-5, rtol=1e-5)
     loss.backward()
     their_loss.backward()
-    their_gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name, parameter in ours.named_parameters():
-        their_name = name if name.startswith("lm_head") else f"model.{name}"
-        torch.testing.assert_close(
-            their_gradients.pop(their_name), parameter.grad, atol=3e-5, rtol=1e-4, msg=name
-        )
-    assert not their_gradients
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    found = {name.removeprefix("model."): parameter.grad for name, parameter in theirs.named_parameters()}
+    torch.testing.assert_close(found, gradients, atol=3e-5, rtol=1e-4)
 
-
-@pytest.mark.parametrize("qk_norm", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("shard", ["50GB", "10KB"])
-def test_we_compute_the_same_from_what_transformers_saves(tokens, tmp_path, shard, tied, qk_norm):
-    theirs = saved_by_transformers(tmp_path, qk_norm, shard, tie_word_embeddings=tied)
-    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "10KB")
-    torch.testing.assert_close(load(tmp_path)(tokens), theirs(tokens).logits, atol=3e-5, rtol=3e-5)
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
+    assert (tmp_path / "theirs" / INDEX).exists() == (shard == "10KB")
+    assert torch.equal(load(tmp_path / "theirs")(tokens), ours(tokens))
 
 
 def test_weights_of_a_model_with_other_gains_fit_one_without(make_config, tokens, tmp_path):
@@ -105,16 +74,11 @@ def test_saving_in_another_precision_rounds_the_weights_once(make_model, tmp_pat
     huggingface.save(model, tmp_path, dtype=dtype)
     assert f"torch.{json.loads((tmp_path / 'config.json').read_text())['dtype']}" == str(dtype)
     again = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {*stored} == {f"model.{name}" for name, _ in model.named_parameters()}  # the tied head once
     for name, weight in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], weight.to(dtype).float())
     assert next(model.parameters()).dtype == torch.float32
-
-
-def test_tied_head_is_stored_once(make_model, tmp_path):
-    huggingface.save(make_model(), tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - not a dictionary
-        assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
 
 
 def test_older_spelling_of_rope_settings_is_read(make_model, tmp_path):
@@ -125,123 +89,76 @@ def test_older_spelling_of_rope_settings_is_read(make_model, tmp_path):
     assert load(tmp_path).config.rope_theta == 777.0
 
 
-def test_weights_that_do_not_fit_are_refused_by_name(make_model, tmp_path):
+REFUSED = [  # a file, what it holds then (fields that change; None: it is missing), what the error has of it
+    (CONFIG, None, "config.json"),
+    (CONFIG, b"", "not valid JSON"),
+    (CONFIG, b"\xff\xfe{}", "not text in UTF-8"),
+    (CONFIG, b"[" * 100_000, "nested too deeply"),
+    (CONFIG, b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
+    (CONFIG, b"null", "holds null, not an object"),
+    (CONFIG, b"{}", "model_type=None, supported are llama, qwen3"),
+    (CONFIG, b'{"model_type": "llama", "vocab_size": 3}', "no field 'hidden_size'"),
+    # Models that compute something else.
+    (CONFIG, {"model_type": "mistral"}, "model_type=mistral, supported are llama, qwen3"),
+    (CONFIG, {"attention_bias": True}, "attention_bias=true, supported is false"),
+    (CONFIG, {"mlp_bias": True}, "mlp_bias=true"),
+    (CONFIG, {"hidden_act": "gelu"}, 'hidden_act="gelu", supported is "silu"'),
+    (CONFIG, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    (CONFIG, {"use_sliding_window": True}, "use_sliding_window=true"),
+    (CONFIG, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
+    (CONFIG, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
+    (CONFIG, {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type llama3"),
+    (CONFIG, {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "of type linear"),
+    (CONFIG, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    # Models that cannot be built.
+    (CONFIG, {"hidden_size": 25}, "cannot be built: model.d_model=25 is not a multiple"),
+    (CONFIG, {"num_attention_heads": 0, "head_dim": None}, "cannot be built: model.n_heads=0"),
+    (CONFIG, {"rms_norm_eps": float("nan")}, "cannot be built: model.norm_eps=nan must be positive and fini"),
+    # Values of another kind.
+    (CONFIG, {"vocab_size": "61"}, 'vocab_size is "61", not a whole number; correct it, or copy or download'),
+    (CONFIG, {"num_hidden_layers": True}, "num_hidden_layers is true, not a whole number"),
+    (CONFIG, {"max_position_embeddings": "x" * 99}, f'max_position_embeddings is "{"x" * 59}…, not a whole'),
+    (CONFIG, {"initializer_range": [0.1]}, "initializer_range is [0.1], not a whole number or a fraction"),
+    (CONFIG, {"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", not true or false'),
+    (CONFIG, {"model_type": ["llama"]}, 'model_type is ["llama"], not a text'),
+    (CONFIG, {"layer_types": [["full_attention"]]}, "supported is full_attention"),
+    (CONFIG, {"rope_scaling": "linear"}, 'rope_scaling is "linear", not an object'),
+    (CONFIG, {"rope_parameters": {"rope_theta": "10000"}}, 'rope_theta is "10000", not a whole number'),
+    # Weights that do not fit.
+    (CONFIG, {"num_hidden_layers": 4}, "layers.3.self_attn.q_proj.weight"),
+    (CONFIG, {"num_hidden_layers": 2}, "layers.2.self_attn.q_proj.weight"),
+    (CONFIG, {"vocab_size": 60}, "embed_tokens.weight"),
+    (WEIGHTS, None, "model.safetensors"),
+    (WEIGHTS, b"half a file", "model.safetensors is damaged"),
+    (INDEX, b"[]", "holds [], not an object"),
+    (INDEX, b"{}", "no field 'weight_map'"),
+    (INDEX, b'{"weight_map": null}', "weight_map is null, not an object"),
+    (INDEX, b'{"weight_map": {}}', "weight_map is empty"),
+    (INDEX, b'{"weight_map": {"w": 3}}', "weight_map.w is 3, not the name of a .safetensors file in that fo"),
+    (INDEX, b'{"weight_map": {"w": "../x.safetensors"}}', 'weight_map.w is "../x.safetensors"'),
+    (INDEX, b'{"weight_map": {"w": "/etc/passwd"}}', 'weight_map.w is "/etc/passwd"'),
+    (INDEX, b'{"weight_map": {"w": "config.json"}}', 'weight_map.w is "config.json"'),
+    (INDEX, b'{"weight_map": {"w": "a\\u0000.safetensors"}}', "weight_map.w is"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "words"), REFUSED, ids=lambda value: repr(value)[:40])
+def test_a_folder_that_is_no_model_of_ours_is_refused_by_file_and_field(
+    make_model, tmp_path, name, content, words
+):
     huggingface.save(make_model(), tmp_path)
-    edit(tmp_path, num_hidden_layers=4)
-    with pytest.raises(ValueError, match=r"layers\.3\.self_attn\.q_proj\.weight"):
+    file = tmp_path / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(file.read_text()) | content).encode()
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=name.removesuffix(".index.json")) as caught:
         load(tmp_path)
-    edit(tmp_path, num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"layers\.2\.self_attn\.q_proj\.weight"):
-        load(tmp_path)
-    edit(tmp_path, num_hidden_layers=3, vocab_size=60)
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight"):
-        load(tmp_path)
+    assert words in str(caught.value)
 
 
-def test_incomplete_or_damaged_folders_are_refused_by_name(make_model, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
-        load(tmp_path)
-    huggingface.save(make_model(), tmp_path)
-    weights = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
-        load(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
-        load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 3}')
-    with pytest.raises(ValueError, match="no field 'hidden_size'"):
-        load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("content", "fragment"),
-    [
-        (b"", "not valid JSON"),
-        (b"\xff\xfe{}", "not text in UTF-8"),
-        (b"[" * 100_000, "nested too deeply"),
-        (b'{"vocab_size": ' + b"9" * 5000 + b"}", "not valid JSON"),
-        (b"null", "holds null, not an object"),
-        (b"{}", "model_type=None, supported are llama, qwen3"),
-    ],
-    ids=lambda value: repr(value)[:30],
-)
-def test_a_config_that_is_no_json_object_is_refused(tmp_path, content, fragment):
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json") as caught:
-        load(tmp_path)
-    assert fragment in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("fields", "fragment"),
-    [
-        # Models that compute something else.
-        ({"model_type": "mistral"}, "model_type=mistral, supported are llama, qwen3"),
-        ({"attention_bias": True}, "attention_bias=true, supported is false"),
-        ({"mlp_bias": True}, "mlp_bias=true"),
-        ({"hidden_act": "gelu"}, 'hidden_act="gelu", supported is "silu"'),
-        ({"attention_dropout": 0.1}, "attention_dropout=0.1"),
-        ({"use_sliding_window": True}, "use_sliding_window=true"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config="),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope scaling of type llama3"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "of type linear"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
-        # Models that cannot be built.
-        ({"hidden_size": 25}, "cannot be built: model.d_model=25 is not a multiple"),
-        ({"num_attention_heads": 0, "head_dim": None}, "cannot be built: model.n_heads=0"),
-        ({"rms_norm_eps": float("nan")}, "cannot be built: model.norm_eps=nan must be positive and finite"),
-        # Values of another kind.
-        ({"vocab_size": "61"}, 'vocab_size is "61", not a whole number; correct it, or copy or download it'),
-        ({"num_hidden_layers": True}, "num_hidden_layers is true, not a whole number"),
-        ({"max_position_embeddings": "x" * 99}, f'max_position_embeddings is "{"x" * 59}…, not a whole numb'),
-        ({"initializer_range": [0.1]}, "initializer_range is [0.1], not a whole number or a fraction"),
-        ({"tie_word_embeddings": "false"}, 'tie_word_embeddings is "false", not true or false'),
-        ({"model_type": ["llama"]}, 'model_type is ["llama"], not a text'),
-        ({"layer_types": [["full_attention"]]}, "supported is full_attention"),
-        ({"rope_scaling": "linear"}, 'rope_scaling is "linear", not an object'),
-        ({"rope_parameters": {"rope_theta": "10000"}}, 'rope_theta is "10000", not a whole number'),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-def test_what_is_no_llama_is_refused_by_the_name_of_the_field(make_model, tmp_path, fields, fragment):
-    huggingface.save(make_model(), tmp_path)
-    edit(tmp_path, **fields)
-    with pytest.raises(ValueError, match=r"config\.json") as caught:
-        load(tmp_path)
-    assert fragment in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("index", "fragment"),
-    [
-        ([], "holds [], not an object"),
-        ({}, "no field 'weight_map'"),
-        ({"weight_map": None}, "weight_map is null, not an object"),
-        ({"weight_map": {}}, "weight_map is empty"),
-        ({"weight_map": {"w": 3}}, "weight_map.w is 3, not the name of a .safetensors file in that folder"),
-        ({"weight_map": {"w": "../other/model.safetensors"}}, 'weight_map.w is "../other/model.safetensors"'),
-        ({"weight_map": {"w": "/etc/passwd"}}, 'weight_map.w is "/etc/passwd"'),
-        ({"weight_map": {"w": "config.json"}}, 'weight_map.w is "config.json"'),
-        ({"weight_map": {"w": "a\0.safetensors"}}, "weight_map.w is"),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-def test_damaged_indexes_are_refused_by_name(make_model, tmp_path, index, fragment):
-    huggingface.save(make_model(), tmp_path / "weights")
-    huggingface.save(make_model(), tmp_path / "other")
-    (tmp_path / "weights" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"model\.safetensors") as caught:
-        load(tmp_path / "weights")
-    assert fragment in str(caught.value)
-
-
-def test_a_shard_that_is_missing_or_holds_another_weight_is_named(tmp_path):
-    saved_by_transformers(tmp_path, True, "10KB")
+def test_a_shard_that_is_missing_or_holds_another_weight_is_named(make_model, tmp_path):
+    huggingface.save(make_model(), tmp_path / "ours")
+    theirs_of(tmp_path / "ours").save_pretrained(tmp_path, max_shard_size="10KB")
     *_, last = sorted(tmp_path.glob("model-*.safetensors"))
     shard = load_file(last)
     save_file({f"{name}_": tensor for name, tensor in shard.items()}, last)
@@ -252,7 +169,7 @@ def test_a_shard_that_is_missing_or_holds_another_weight_is_named(tmp_path):
         load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS, INDEX])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_what_is_no_file_is_refused_and_not_waited_for(make_model, tmp_path, name, make):
     huggingface.save(make_model(), tmp_path)
@@ -276,10 +193,7 @@ def test_links_to_files_are_read(make_model, tmp_path):
     [
         (lambda x: x.to(torch.int32), "is int32, supported are float16, bfloat16, float32, float64"),
         (lambda x: x.index_fill(0, torch.tensor([1, 3]), torch.nan), "has 48 of 1464 values that are NaN"),
-        (
-            lambda x: x.double().index_fill(0, torch.tensor([1]), 1e300),
-            "has 24 of 1464 values that are NaN or",
-        ),
+        (lambda x: x.double().index_fill(0, torch.tensor([1]), 1e300), "has 24 of 1464 values that are Na"),
     ],
 )
 def test_weights_that_are_not_finite_floating_point_are_refused(make_model, tmp_path, change, fragment):
@@ -290,13 +204,6 @@ def test_weights_that_are_not_finite_floating_point_are_refused(make_model, tmp_
     with pytest.raises(ValueError, match=r"model\.safetensors: model\.embed_tokens\.weight") as caught:
         load(tmp_path)
     assert fragment in str(caught.value)
-
-
-def test_special_tokens_are_left_to_the_tokenizer(make_model, tmp_path):
-    huggingface.save(make_model(qk_norm=False), tmp_path)
-    config = AutoConfig.from_pretrained(tmp_path)
-    assert config.bos_token_id is None  # Llama's own default would be 1
-    assert config.eos_token_id is None
 
 
 def test_failed_save_leaves_the_older_files_and_no_litter(make_model, tmp_path, monkeypatch):

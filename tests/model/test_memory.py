@@ -33,16 +33,10 @@ def build(config, attention, dtype, *, recompute=False):
 
 
 def estimated(config, attention, dtype, sequences, context, *, device="cpu", **settings):
-    q, k = (
-        torch.empty(sequences, heads, context, config.d_head, dtype=dtype, device="meta")
-        for heads in (config.n_heads, config.kv_heads)
-    )
-    work = Pass(
-        sequences,
-        context,
-        dtype.itemsize,
-        **{"compiled": False, "on_gpu": False, "recompute": False, **settings},
-    )
+    shapes = ((sequences, heads, context, config.d_head) for heads in (config.n_heads, config.kv_heads))
+    q, k = (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes)
+    how = {"compiled": False, "on_gpu": False, "recompute": False, **settings}
+    work = Pass(sequences, context, dtype.itemsize, **how)
     return activations(config, work, backends.read(attention).saved_bytes(q, k, device=device))
 
 
@@ -118,17 +112,10 @@ class Alive(TorchDispatchMode):
         self.now -= size
 
 
-PEAKS = [
-    # vocabulary, recompute: the head decides, or the blocks, or the backward of one block
-    (4096, False),
-    (96, False),
-    (96, True),
-]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocabulary", "recompute"), PEAKS)
+@pytest.mark.parametrize(("vocabulary", "recompute"), [(4096, False), (96, False), (96, True)])
 def test_the_peak_of_a_step_within_a_tenth(dtype, vocabulary, recompute):
+    """The head decides, or the blocks, or the backward of one block."""
     config = LlamaConfig(**{**SHAPE, "vocab_size": vocabulary}, n_layers=4)
     llama = build(config, FULL, dtype, recompute=recompute)
     with Alive((*llama.parameters(), *llama.buffers())) as alive:

@@ -13,8 +13,6 @@ from trainer.processes import StopRequest
 from trainer.run import Run
 from trainer.start import TrainingDirectory
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
 
 @pytest.fixture
 def compose_settings():
@@ -33,7 +31,6 @@ def train_here(datasets, monkeypatch):
 
 
 def train(run_settings, monkeypatch):
-    """That run, at its end."""
     directory = TrainingDirectory(Path(run_settings.run_dir))
     with directory.locked(), StopRequest() as stop, monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", warm.no_picture)

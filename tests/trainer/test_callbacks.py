@@ -1,5 +1,3 @@
-"""A user's own code in a run: what it is called with, what it may add, and which one an error names."""
-
 import re
 import subprocess
 from pathlib import Path
@@ -84,34 +82,23 @@ class Refuses(Callback):
 
 
 def test_hooks_are_called_with_what_is_logged(train_here, tmp_path):
-    train_here(
-        tmp_path,
-        *QUICK,
-        "checkpoint_every=2",
-        f"callbacks.mine={{_target_: {HERE}Notes, scale: 10}}",
-    )
+    train_here(tmp_path, *QUICK, "checkpoint_every=2", f"callbacks.mine={{_target_: {HERE}Notes, scale: 10}}")
     steps = [call for call in CALLS if call[0] == "step"]
     assert steps == [("step", n, {"loss", "lr", "grad_norm"}, "Llama") for n in (1, 2, 3, 4)]
     validations = [(n, {"val_loss", "sample"} <= keys) for kind, n, keys, _ in CALLS if kind == "evaluate"]
     assert validations == [(2, True), (4, True)]
-    assert [(n, keys) for kind, n, keys, _ in CALLS if kind == "checkpoint"] == [
-        (2, {"path"}),
-        (4, {"path"}),
-    ]
+    saved = [(n, keys) for kind, n, keys, _ in CALLS if kind == "checkpoint"]
+    assert saved == [(2, {"path"}), (4, {"path"})]
     records = metrics(tmp_path)
-    assert [(one["step"], one["mine/step"]) for one in records if "loss" in one] == [
-        (1, 10),
-        (2, 20),
-        (4, 40),
-    ]
+    logged = [(one["step"], one["mine/step"]) for one in records if "loss" in one]
+    assert logged == [(1, 10), (2, 20), (4, 40)]
     assert [one["mine/evaluate"] for one in records if "val_loss" in one] == [20, 40]
 
 
-@pytest.mark.parametrize("name", ["Callback", "Trains"])
-def test_a_run_without_them_is_the_same(train_here, tmp_path, name):
+def test_a_run_without_them_is_the_same(train_here, tmp_path):
     """They may come and go when a run is continued; no step has the gradients of a callback."""
     train_here(tmp_path / "one", *QUICK, "checkpoint_every=1")
-    train_here(tmp_path / "two", *QUICK, "checkpoint_every=1", f"callbacks.mine._target_={HERE}{name}")
+    train_here(tmp_path / "two", *QUICK, "checkpoint_every=1", f"callbacks.mine._target_={HERE}Trains")
     assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
@@ -126,10 +113,20 @@ REFUSED = [  # a class of this file or a path, what it gets (None: the path alon
     ("Nothing", "", "Nothing"),
     ("re.compile", "", "callbacks.mine="),
 ]
+SPOILS = {  # what on_step does, and what is said of it
+    "record['mine'] = model.norm.weight": "record['mine'] is a Parameter; add numbers",
+    "record['n'] = 1795880751259932689": "1795880751259932689 is a whole number of more than 18 digits",
+    "record['val_note'] = 'fine'": "its val_note is no number",
+    "record['step'] = 7": "record['step'] is the trainer's",
+    "record['loss'] = float('nan')": "record['loss'] is the trainer's",
+    "raise SystemExit(0)": "failed with SystemExit: 0",
+}
+AT_ONCE = r"callback mine: on_step at step 1 .*"
+REFUSED += [("Does", f', code: "{code}"', AT_ONCE + re.escape(told)) for code, told in SPOILS.items()]
 
 
 @pytest.mark.parametrize(("target", "arguments", "told"), REFUSED)
-def test_what_fails_is_named_with_the_users_line(train_here, tmp_path, target, arguments, told):
+def test_what_fails_or_would_spoil_the_run_is_named(train_here, tmp_path, target, arguments, told):
     place = HERE if target[0].isupper() else ""
     given = f"{place}{target}" if arguments is None else f"{{_target_: {place}{target}{arguments}}}"
     with pytest.raises((TrainingError, SettingsError), match=told):
@@ -144,36 +141,16 @@ def test_a_metric_of_the_validation_batches(train_here, tmp_path):
     assert [mine for mine, _ in found] == pytest.approx([loss for _, loss in found], abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("code", "told"),
-    [
-        ("record['mine'] = model.norm.weight", "record['mine'] is a Parameter; add numbers"),
-        (
-            "record['ns'] = 1795880751259932689",
-            "1795880751259932689 is a whole number of more than 18 digits",
-        ),
-        ("record['val_note'] = 'fine'", "its val_note is no number"),
-        ("record['step'] = 7", "record['step'] is the trainer's"),
-        ("record['loss'] = float('nan')", "record['loss'] is the trainer's"),
-        ("raise SystemExit(0)", "failed with SystemExit: 0"),
-    ],
-)
-def test_what_would_spoil_the_run_is_refused_at_its_step(train_here, tmp_path, code, told):
-    with pytest.raises(TrainingError, match=rf"callback mine: on_step at step 1 .*{re.escape(told)}"):
-        train_here(tmp_path, *QUICK, f'callbacks.mine={{_target_: {HERE}Does, code: "{code}"}}')
-
-
 def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command[2:]))
-    tasks = (
-        "{_target_: examples.callbacks.Tasks, tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]}"
-    )
+    tasks = "tasks: [a, b], every: 4, limit: 7, options: [--device, cpu]"
+    tasks = f"callbacks.tasks={{_target_: examples.callbacks.Tasks, {tasks}}}"
     monkeypatch.setattr("examples.callbacks.find_spec", lambda name: None)
     with pytest.raises(TrainingError, match=r"pip install -e '.\[train,evaluate\]'"):
-        train_here(tmp_path, *QUICK, f"callbacks.tasks={tasks}")
+        train_here(tmp_path, *QUICK, tasks)
     monkeypatch.setattr("examples.callbacks.find_spec", lambda name: name)
-    train_here(tmp_path, *QUICK, "checkpoint_every=2", f"callbacks.tasks={tasks}")
+    train_here(tmp_path, *QUICK, "checkpoint_every=2", tasks)
     (of_export, evaluate) = asked
     export.main(of_export[1:])
     assert f"pretrained={tmp_path / 'export' / 'step_00000004'},dtype=float32" in evaluate
@@ -182,23 +159,13 @@ def test_tasks_run_on_the_checkpoints_that_are_asked_for(train_here, tmp_path, m
     assert evaluate[evaluate.index("--tasks") + 1] == "a,b"
 
 
-def test_the_example_on_two_ranks_that_share_the_weights(datasets, tmp_path):
+def test_the_example_on_two_ranks_that_share_the_weights(datasets, train_here, tmp_path):
     """By name on the command line, as its docstring says; the norm is that of the whole weights."""
-    example = "callbacks.norms._target_=examples.callbacks.WeightNorms"
-    for name, devices in (("one", 1), ("two", 2)):
-        settings = warm.debug_settings(
-            datasets,
-            *QUICK,
-            example,
-            "hardware.parallel=fsdp",
-            "hardware.micro_batch=2",
-            f"hardware.devices={devices}",
-            f"run_dir={tmp_path / name}",
-        )
-        warm.two_ranks(settings, [], []) if devices == 2 else warm.run(settings)
-    found = [
-        [one["weights/layer_1"] for one in metrics(tmp_path / name) if "val_loss" in one]
-        for name in ("one", "two")
-    ]
-    assert found[0] == pytest.approx(found[1], rel=1e-4)
-    assert 1 < found[0][0] < 100
+    settings = (*QUICK, "callbacks.norms._target_=examples.callbacks.WeightNorms", "hardware.micro_batch=2")
+    train_here(tmp_path / "one", *settings)
+    sharded = ("hardware.parallel=fsdp", "hardware.devices=2", f"run_dir={tmp_path / 'two'}")
+    warm.two_ranks(warm.debug_settings(datasets, *settings, *sharded), [], [])
+    records = (metrics(tmp_path / name) for name in ("one", "two"))
+    whole, shared = ([one["weights/layer_1"] for one in run if "val_loss" in one] for run in records)
+    assert whole == pytest.approx(shared, rel=1e-4)
+    assert 1 < whole[0] < 100

@@ -1,5 +1,3 @@
-"""data.mask_documents: a model of packed documents against each document alone."""
-
 import json
 import shutil
 from contextlib import nullcontext
@@ -24,7 +22,7 @@ from trainer.probe import capture, errors, exact_layer
 
 END, CONTEXT = 60, 12
 SHAPE = LlamaConfig(
-    vocab_size=61, d_model=24, n_layers=2, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=40, max_context=CONTEXT,
+    vocab_size=61, d_model=24, n_layers=1, n_heads=4, n_kv_heads=2, d_head=8, d_ffn=40, max_context=CONTEXT,
     init_std=0.2,
 )  # fmt: skip
 #: Where separators lie in two sequences of 12 tokens.
@@ -63,7 +61,6 @@ def batch(case):
 
 
 def documents(row, separator):
-    """The documents of one sequence, as slices."""
     ends = [i + 1 for i, token in enumerate(row.tolist()) if token == separator]
     return [slice(*pair) for pair in pairwise(dict.fromkeys((0, *ends, len(row))))]
 
@@ -118,17 +115,13 @@ def test_batches_with_other_numbers_of_documents_are_not_compiled_again(name):
 
 def test_the_probe_measures_attention_as_the_documents_see_it():
     llama, (inputs, targets, cu_seqlens) = model("sagebwd"), batch("different numbers")
-    captured = capture(llama, [1], inputs, targets, cu_seqlens, autocast=nullcontext)[1]
+    captured = capture(llama, [0], inputs, targets, cu_seqlens, autocast=nullcontext)[0]
     found = errors(captured, build("fpa").attend, exact_layer(captured)[0])
     assert all(found[f"{x}_l2"] < 1e-5 for x in ("o", "dq", "dk", "dv"))
 
 
-# ---------------------------------------------------------------------- a run
-
-
 @pytest.fixture
 def text(tmp_path):
-    """Settings of a text of short documents."""
     path = tmp_path / "short.jsonl"
     lengths = np.random.default_rng(5).integers(0, 60, 400)
     path.write_text("".join(json.dumps({"text": ("abc def. " * 8)[:n]}) + "\n" for n in lengths))
@@ -145,9 +138,8 @@ def test_a_run_trains_and_validates_with_the_mask_and_goes_on(text, train_here, 
     first = Llama(trained.settings.model, trained.backend.attend)
     expected = [loss_alone(first, x, y, 256) for x, y, _ in trained.loader.micro_batches(0)]
     assert losses(run)[0] == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
-    (inputs, targets, _) = next(
-        evaluation_batches(trained.corpus.val, context=64, sequences=8, micro_batch=8, separator=256)
-    )
+    how = {"context": 64, "sequences": 8, "micro_batch": 8, "separator": 256}
+    inputs, targets, _ = next(evaluation_batches(trained.corpus.val, **how))
     found = [record["val_loss"] for record in metrics(run) if "val_loss" in record][-1]
     assert found == pytest.approx(loss_alone(trained.llama, inputs, targets, 256).item(), rel=1e-5)
 

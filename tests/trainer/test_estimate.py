@@ -16,29 +16,12 @@ from train import run
 from trainer import estimate
 from trainer.checks import check
 from trainer.distributed import Ranks
-from trainer.estimate import (
-    ASSUMED_MFU,
-    MARGIN,
-    MFU_ON_H200,
-    SCALING,
-    Memory,
-    check_disk,
-    check_memory,
-    checkpoint_copy,
-    describe,
-    memory_parts,
-    peak_of,
-    peak_tflops,
-    refusal,
-    run_seconds,
-    speed,
-)
+from trainer.estimate import check_disk, check_memory, describe, memory_parts, run_seconds, speed
 from trainer.optimizer import build_optimizer
 from trainer.run import make_loader
 
 ONE_RANK = Ranks(0, 1, torch.device("cpu"))
 RESULTS = Path(__file__).parents[2] / "results/speed"
-NO_PROBE = "probe.every=0"
 
 
 def rows(name):
@@ -46,7 +29,6 @@ def rows(name):
 
 
 def allocated(settings, ranks):
-    """What PyTorch's allocator would count, in GiB."""
     parts = memory_parts(settings, ranks)
     return sum(size for name, size in parts.items() if not name.startswith("CUDA")) / 2**30
 
@@ -59,22 +41,15 @@ def measured_steps():
         for row in rows(name):
             if row["attention"] in ATTENTIONS and row["peak_memory_gib"]:
                 context, sequences = row["context"], row["micro_batch"]
-                yield pytest.param(
-                    row["peak_memory_gib"],
-                    [
-                        f"attention={ATTENTIONS[row['attention']]}",
-                        f"context={context}",
-                        f"model.max_context={context}",
-                        f"hardware.micro_batch={sequences}",
-                        f"tps.tokens_per_step={4 * context * sequences}",
-                    ],
-                    id=f"{row['attention']}-{context}-{sequences}",
-                )
+                run = [f"attention={ATTENTIONS[row['attention']]}", f"hardware.micro_batch={sequences}"]
+                run += [f"context={context}", f"model.max_context={context}"]
+                run += [f"tps.tokens_per_step={4 * context * sequences}"]
+                yield pytest.param(row["peak_memory_gib"], run, id=f"{run[0]}-{context}-{sequences}")
 
 
 @pytest.mark.parametrize(("measured", "overrides"), [*measured_steps()])
 def test_memory_of_steps_measured_on_an_h200(compose_settings, measured, overrides):
-    settings = compose_settings(NO_PROBE, *overrides)
+    settings = compose_settings("probe.every=0", *overrides)
     found = allocated(settings, 1)
     if "attention=fpa" not in overrides:  # when measured, it saved Q in 16 bits, not in INT8
         model = settings.model
@@ -98,25 +73,23 @@ def test_weights_gradients_and_moments_to_the_byte(compose_settings, name):
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     llama(tokens, tokens).backward()
     optimizer.step()
-    weights, gradients = (
-        sum(x.nbytes for x in of) for of in (llama.parameters(), (p.grad for p in llama.parameters()))
-    )
+    weights = sum(p.nbytes for p in llama.parameters())
+    gradients = sum(p.grad.nbytes for p in llama.parameters())
     states = (x for state in optimizer.state.values() for x in state.values())
     moments = sum(x.nbytes for x in states if x.dim() > 0)  # a step count is a scalar
     parts = memory_parts(settings, 1)
     counted = (parts["weights"], parts["gradients"], parts["the optimizer's moments"])
     assert counted == (weights, gradients, moments)
-    assert checkpoint_copy(settings, 1) == weights + moments
+    assert estimate.checkpoint_copy(settings, 1) == weights + moments
 
 
 def test_a_run_that_cannot_fit_is_refused(compose_settings, caplog):
     settings = compose_settings("model=llama_1b", "gpu=RTX 4090")
     with pytest.raises(TrainingError) as refused:
         check_memory(settings, 1)
-    message = str(refused.value)
-    assert "23.6 GiB (RTX 4090)" in message
-    assert "the optimizer's moments 8.9 GiB" in message  # 8 bytes × 1.2 billion
-    assert "hardware.check_memory=false" in message
+    moments = "the optimizer's moments 8.9 GiB"  # 8 bytes × 1.2 billion
+    for words in ("23.6 GiB (RTX 4090)", moments, "hardware.check_memory=false"):
+        assert words in str(refused.value)
     settings.hardware.check_memory = False
     check_memory(settings, 1)
     assert "of 23.6 GiB (RTX 4090), which may not suffice" in caplog.text
@@ -125,9 +98,9 @@ def test_a_run_that_cannot_fit_is_refused(compose_settings, caplog):
 def test_the_fix_of_a_refusal_fits(compose_settings):
     """With the memory that it needs, the simplest change; here on 24 GB."""
     settings = compose_settings("attention=sagebwd")
-    there = Memory(memory_parts(settings, 1), 24 << 30, "a GPU")
+    there = estimate.Memory(memory_parts(settings, 1), 24 << 30, "a GPU")
     assert there.is_hopeless
-    told = refusal(settings, 1, there)
+    told = estimate.refusal(settings, 1, there)
     assert "hardware.micro_batch=4: " in told  # 8 do not fit
     changed = replace(settings, hardware=replace(settings.hardware, micro_batch=4))
     assert estimate.gib(sum(memory_parts(changed, 1).values())) in told
@@ -139,41 +112,33 @@ def test_what_fits_is_not_refused(compose_settings, monkeypatch):
     needed = sum(memory_parts(settings, 1).values())
     monkeypatch.setattr(estimate, "memory_of", lambda _: needed / 1.2)
     check_memory(settings, 1)
-    monkeypatch.setattr(estimate, "memory_of", lambda _: needed / (MARGIN + 0.1))
+    monkeypatch.setattr(estimate, "memory_of", lambda _: needed / (estimate.MARGIN + 0.1))
     with pytest.raises(TrainingError):
         check_memory(settings, 1)
     check_memory(compose_settings("experiment=debug", "model=llama_1b"), 1)  # on a CPU
 
 
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 NVL", 835),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("Tesla T4", None),
-    ],
-)
-def test_peaks_are_those_of_the_very_gpu(name, peak, monkeypatch):
-    assert peak_of(name) == peak
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert peak_tflops(torch.device("cuda")) == peak
-    assert peak_tflops(torch.device("cpu")) is None
-
-
-# ------------------------------------------------------------------ time, disk and the table
+def test_peaks_are_those_of_the_very_gpu(monkeypatch):
+    peaks = {
+        "NVIDIA H100 80GB HBM3": 989,
+        "NVIDIA H100 NVL": 835,
+        "NVIDIA H100 PCIe": 756,
+        "NVIDIA A100-PCIE-40GB": 312,
+        "NVIDIA GeForce RTX 4090": 165.2,
+        **dict.fromkeys(("NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "Tesla T4")),
+    }
+    assert {name: estimate.peak_of(name) for name in peaks} == peaks
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    assert estimate.peak_tflops(torch.device("cuda")) == 756
+    assert estimate.peak_tflops(torch.device("cpu")) is None
 
 
 def test_mfu_and_scaling_are_the_measured_ones():
     measured = {row["attention"]: row["mfu"] for row in rows("bench_training") if row["context"] == 4096}
-    assert round(measured["fpa-cudnn"], 3) == MFU_ON_H200["fpa"]
-    assert round(measured["sagebwd"], 3) == MFU_ON_H200["sagebwd"]
+    assert round(measured["fpa-cudnn"], 3) == estimate.MFU_ON_H200["fpa"]
+    assert round(measured["sagebwd"], 3) == estimate.MFU_ON_H200["sagebwd"]
     for row in (row for row in rows("bench_gpus") if row["devices"] > 1):
-        assert row["efficiency"] == pytest.approx(SCALING[row["parallel"]], abs=0.03)
+        assert row["efficiency"] == pytest.approx(estimate.SCALING[row["parallel"]], abs=0.03)
 
 
 def test_time_of_the_papers_run(compose_settings):
@@ -181,9 +146,8 @@ def test_time_of_the_papers_run(compose_settings):
     settings = compose_settings("attention=sagebwd", "tps=260k", "plan=true")
     found = speed(settings, 1)
     assert found.tokens_per_second == pytest.approx(187_817, rel=0.01)
-    assert run_seconds(settings, check(settings, 1), found.tokens_per_second) / 3600 == pytest.approx(
-        117, rel=0.01
-    )
+    hours = run_seconds(settings, check(settings, 1), found.tokens_per_second) / 3600
+    assert hours == pytest.approx(117, rel=0.01)
     assert speed(settings, 4).tokens_per_second == pytest.approx(4 * 0.96 * found.tokens_per_second)
 
 
@@ -210,15 +174,15 @@ def test_other_gpus_are_assumed_and_unknown_ones_are_not_guessed(compose_setting
     settings = compose_settings("attention=sagebwd", "plan=true")
     found = speed(settings, 1)
     assert "assumed" in found.basis
-    assert found.tokens_per_second == pytest.approx(187_817 * ASSUMED_MFU / 0.465 * 312 / 989, rel=0.01)
+    rate = 187_817 * estimate.ASSUMED_MFU / 0.465 * 312 / 989
+    assert found.tokens_per_second == pytest.approx(rate, rel=0.01)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla T4")
     assert speed(settings, 1).tokens_per_second is None
     assert "hardware.peak_tflops" in speed(settings, 1).basis
 
 
 @pytest.mark.parametrize(
-    ("gpu", "gib", "micro_batch"),
-    [("nvidia geforce rtx 4090", 23.6, 4), ("A100 40GB", 39.6, 8)],
+    ("gpu", "gib", "micro_batch"), [("nvidia geforce rtx 4090", 23.6, 4), ("A100 40GB", 39.6, 8)]
 )
 def test_a_plan_for_a_gpu_that_is_not_here(compose_settings, tmp_path, gpu, gib, micro_batch):
     """The largest micro-batch fits there, the next one does not."""
@@ -245,10 +209,8 @@ def test_a_gpu_that_says_nothing_is_refused(compose_settings, overrides, told):
         describe(compose_settings(*overrides), 1)
 
 
-def test_the_table_reads_the_prepared_text_and_writes_nothing(compose_settings, datasets, tmp_path):
-    settings = compose_settings(
-        "experiment=debug", f"data.root={datasets}", f"runs_dir={tmp_path / 'runs'}", "plan=true"
-    )
+def test_the_table_reads_the_prepared_text_and_writes_nothing(datasets, tmp_path):
+    settings = warm.debug_settings(datasets, f"runs_dir={tmp_path / 'runs'}", "plan=true")
     corpus = open_corpus(settings.data)
     table = describe(settings, 1)
     sizes = check(settings, 1)
@@ -258,28 +220,25 @@ def test_the_table_reads_the_prepared_text_and_writes_nothing(compose_settings, 
     assert not list(tmp_path.iterdir())
 
 
-def test_a_plan_needs_neither_gpu_nor_data(compose_settings, tmp_path):
-    settings = compose_settings("plan=true", f"data.root={tmp_path}", "hardware.devices=4")
-    table = describe(settings, 4)
+def test_a_plan_needs_neither_gpu_nor_data_and_leaves_the_run_directory_alone(
+    compose_settings, tmp_path, capsys
+):
+    """Also that of a finished run."""
+    (tmp_path / "DONE").touch()
+    places = (f"run_dir={tmp_path}", f"data.root={tmp_path}")
+    settings = compose_settings("plan=true", *places, "hardware.devices=4")
+    run(settings)
+    table = capsys.readouterr().out
     for part, size in memory_parts(settings, 4).items():
         assert f"{part:<42}{estimate.gib(size)}" in table
     assert "not prepared yet" in table
     assert "1 micro-batches × 16 sequences" in table
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_plan_leaves_the_run_directory_alone(compose_settings, tmp_path, capsys):
-    """Also that of a finished run."""
-    (tmp_path / "DONE").touch()
-    run(compose_settings("experiment=debug", "plan=true", f"run_dir={tmp_path}", f"data.root={tmp_path}"))
-    assert "memory per device" in capsys.readouterr().out
     assert [file.name for file in tmp_path.iterdir()] == ["DONE"]
 
 
 def test_a_disk_that_is_too_small_is_named(compose_settings, monkeypatch, tmp_path):
-    settings = compose_settings(
-        "plan=true", f"runs_dir={tmp_path}", f"data.root={tmp_path}", "milestone_every=1000"
-    )
+    places = (f"runs_dir={tmp_path}", f"data.root={tmp_path}")
+    settings = compose_settings("plan=true", *places, "milestone_every=1000")
     monkeypatch.setattr(estimate.shutil, "disk_usage", lambda path: type("", (), {"free": 10 << 30}))
     table = describe(settings, 1)
     assert "303 of 3.6 GiB" in table  # 300 milestones, two newest, one that is being written

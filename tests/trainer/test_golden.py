@@ -37,7 +37,6 @@ def text(tmp_path_factory):
 
 @pytest.mark.parametrize("attention", ["fpa", "sagebwd"])
 def test_losses_are_those_that_are_stored(train_here, text, tmp_path, attention):
-    """Those of each step, and the validation loss at the end."""
     data = ("data=text", f"data.path={text}", "data.tokenizer=bytes")
     train_here(tmp_path, *data, f"attention={attention}", "steps=16", "eval_every=16", "sample_tokens=0")
     found = [*losses(tmp_path), metrics(tmp_path)[-1]["val_loss"]]

@@ -5,9 +5,9 @@ import shutil
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-import tokenizers
 import torch
 import torch._inductor.config
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from common.errors import TrainingError
 from model.llama import Llama
 from tests import warm
 from tests.cli import losses
+from tests.data.test_tokenizer_file import word_level
 from trainer import loop, parallel, run
 from trainer.distributed import Ranks
 from trainer.loop import make_deterministic, with_user_facing_errors
@@ -41,12 +42,9 @@ def test_an_exhausted_gpu_names_a_smaller_micro_batch(compose_settings, tmp_path
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("blocks"))
     assert str(snapshot) in message()
     assert snapshot.read_text() == "blocks"
+    no_gpu = Mock(side_effect=RuntimeError("no CUDA GPUs are available"))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", no_gpu)
     assert "memory_viz" not in message()
-
-
-def no_gpu(path):
-    raise RuntimeError("no CUDA GPUs are available")
 
 
 def test_deterministic_reaches_pytorch_cublas_and_the_compiler(monkeypatch):
@@ -112,9 +110,8 @@ def test_milestones_are_saved_and_stay_whatever_the_other_checkpoints(train_here
     assert sorted(int(path.name[5:]) for path in (tmp_path / "checkpoints").iterdir()) == [2, 4, 6, 7]
 
 
-@pytest.mark.parametrize("where", ["weights", "moments"])
-def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_path, monkeypatch, where):
-    monkeypatch.setattr(run, "build_optimizer", spoiling(4, where, float("inf")))
+def test_a_run_whose_last_step_spoils_its_state_is_not_finished(train_here, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "build_optimizer", spoiling(4, "moments", float("inf")))
     with pytest.raises(TrainingError, match=r"after step 4, 1 weights or moments are not finite: layers"):
         train_here(tmp_path, *SHORT)
     assert (tmp_path / "DIVERGED").read_text() == "4\n"
@@ -136,18 +133,25 @@ def test_weights_that_are_not_finite_end_the_run_at_once(train_here, tmp_path, m
     assert (tmp_path / "DIVERGED").read_text() == "2\n"
 
 
-@pytest.mark.parametrize("key", ["grad_norm", "val_loss"])
-def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_path, key):
+def test_a_run_whose_last_record_is_not_finite_is_not_finished(train_here, tmp_path):
     """As the record of its last step says, also if the process that wrote it was killed before the end."""
     train_here(tmp_path, *SHORT)
     (tmp_path / "DONE").unlink()
-    records = read_metrics(tmp_path / "metrics.jsonl")
-    next(record for record in reversed(records) if key in record)[key] = None
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    with pytest.raises(TrainingError, match=r"(loss|norm).* is not finite, so the run is not finished"):
-        train_here(tmp_path, *SHORT)
-    assert (tmp_path / "DIVERGED").exists()
-    assert not (tmp_path / "DONE").exists()
+    for key in ("grad_norm", "val_loss"):
+        records = read_metrics(tmp_path / "metrics.jsonl")
+        last = next(record for record in reversed(records) if key in record)
+        finite, last[key] = last[key], None
+        write_records(tmp_path, records)
+        with pytest.raises(TrainingError, match=r"(loss|norm).* is not finite, so the run is not finished"):
+            train_here(tmp_path, *SHORT)
+        assert (tmp_path / "DIVERGED").exists()
+        assert not (tmp_path / "DONE").exists()
+        last[key] = finite
+        write_records(tmp_path, records)
+
+
+def write_records(run_dir, records):
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 WAITS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
@@ -168,27 +172,16 @@ def test_a_step_waits_for_the_device_once(train_here, tmp_path, monkeypatch):
 
     for name in WAITS:
         monkeypatch.setattr(torch.Tensor, name, counted(name, getattr(torch.Tensor, name)))
-    overrides = ("steps=6", "checkpoint_every=2", "eval_every=6", "sample_tokens=0", "probe.every=0")
-    train_here(tmp_path / "run", *overrides)
-    assert waits.pop("_exchange") == 6
-    assert waits.pop("validation_loss") == 1
-    assert waits.pop("names_not_finite") == 3  # whether a checkpoint is finite; copying it waits anyway
-    assert not waits
+    train_here(tmp_path / "run", *SHORT, "steps=6", "eval_every=6")
+    # The last: whether a checkpoint is finite; copying it waits anyway.
+    assert waits == {"_exchange": 6, "validation_loss": 1, "names_not_finite": 3}
 
 
 def test_a_sample_prompt_that_cannot_be_encoded_is_named(train_here, tmp_path):
     """A vocabulary of words without one for others: tokenizers fails on what is not in it."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"dark": 0, "night": 1, "</s>": 2}))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.add_special_tokens(["</s>"])
-    made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "book.txt").write_text("dark night\n" * 2000)
-    text = (
-        "data=text",
-        f"data.path={tmp_path / 'book.txt'}",
-        f"data.tokenizer={tmp_path / 'tokenizer.json'}",
-    )
-    own = (*text, f"data.root={tmp_path / 'data'}")
+    words = word_level(tmp_path / "tokenizer.json", ["dark", "night"])
+    own = ("data=text", f"data.path={tmp_path}/book.txt", f"data.root={tmp_path}", f"data.tokenizer={words}")
     with pytest.raises(TrainingError, match=r"^sample_prompt='The ': .*UNK"):
         train_here(tmp_path / "run", *own)
     assert train_here(tmp_path / "run", *own, "sample_prompt=dark", "steps=1", "tps.warmup_steps=0").step == 1

@@ -2,23 +2,20 @@ import json
 import os
 import subprocess
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from common.errors import TrainingError
 from common.files import append_line, read_lines, write_text
 from data.settings import DataSettings
-from tests import warm
+from scripts.runs import read_settings
+from tests.cli import flip
 from trainer import identity
-from trainer.run_directory import read_metrics, write_seal
+from trainer.run_directory import RunDirectory, read_metrics, write_seal
 from trainer.settings import OptimizerSettings, Settings
 from trainer.start import TrainingDirectory, default_name
-
-
-def test_name_comes_from_the_overrides_in_any_order():
-    assert default_name(["tps=260k", "attention=sagebwd"]) == "attention-sagebwd+tps-260k"
-    assert default_name(["attention=sagebwd", "tps=260k", "run_dir=x"]) == "attention-sagebwd+tps-260k"
-    assert default_name([]) == "default"
 
 
 @pytest.mark.parametrize("left", [None, "metrics.jsonl", "DIVERGED"])
@@ -51,21 +48,14 @@ def test_what_a_sweeper_minimizes_is_the_last_validation_loss(tmp_path):
     assert directory.validation_loss() == 2.5
 
 
-def test_names_of_different_runs_differ(tmp_path):
-    overrides = [
-        ["data.path=a/b"],
-        ["data.path=a-b"],
-        ["data.path=a_b"],
-        ["data.path=" + "x" * 300],
-        ["data.path=" + "x" * 300 + "y"],
-        ["data.path=" + "日" * 85],
-        ["data.path=" + "日" * 84 + "月"],
-        ["data.path=" + "日" * 300],
-        ["data.path=a\udcff"],
-        ["tps=260k"],
-        ["tps=2.1m"],
-    ]
-    names = [default_name(o) for o in overrides]
+def test_name_comes_from_the_overrides_in_any_order_and_differs_for_different_runs(tmp_path):
+    for words in ("tps=260k attention=sagebwd", "attention=sagebwd tps=260k run_dir=x data.root=x"):
+        assert default_name(words.split()) == "attention-sagebwd+tps-260k"
+    assert default_name([]) == "default"
+    paths = ["a/b", "a-b", "a_b", "x" * 300, "x" * 300 + "y", "a\udcff"]
+    paths += ["日" * 85, "日" * 84 + "月", "日" * 300]
+    overrides = (*(f"data.path={path}" for path in paths), "tps=260k", "tps=2.1m")
+    names = [default_name([one]) for one in overrides]
     assert len(set(names)) == len(names)
     for name in names:
         (tmp_path / name).mkdir()  # raises if it is no name
@@ -78,11 +68,6 @@ def opened(path, **settings):
     return directory
 
 
-def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
-    opened(tmp_path / "run", seed=1)
-    assert "seed: 2" in opened(tmp_path / "run", seed=2).config.read_text()
-
-
 def checkpoint_of(directory, step=1, **settings):
     """A checkpoint of which only the seal is read."""
     folder = directory.checkpoints / f"step_{step:08d}"
@@ -93,7 +78,6 @@ def checkpoint_of(directory, step=1, **settings):
 
 
 def everything_in(folder):
-    """Paths, contents and times of change of all files."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
     return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
@@ -106,8 +90,11 @@ def refused(path, match, **settings):
     assert everything_in(path) == before
 
 
-def test_metrics_without_a_checkpoint_are_of_one_run_only(tmp_path):
+def test_settings_may_be_corrected_while_there_is_nothing_to_lose(tmp_path):
+    """Metrics without a checkpoint are some."""
+    opened(tmp_path / "run", seed=2)
     directory = opened(tmp_path / "run", seed=1)
+    assert "seed: 1" in directory.config.read_text()
     directory.metrics.write_text('{"step": 1, "loss": 2.0}\n')
     refused(tmp_path / "run", r"(?s)other settings.*seed was 1, is now 2.*run_dir", seed=2)
     opened(tmp_path / "run", seed=1)  # killed before its first checkpoint, for example
@@ -159,14 +146,14 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("change", "told"), CHANGES)
-def test_other_settings_are_not_reported_as_finished(tmp_path, change, told):
+def test_other_settings_are_not_reported_as_finished(tmp_path):
     asked = {"seed": 1, "steps": 8}
     directory = finished(tmp_path / "run", **asked)
     assert directory.is_finished_with(Settings(**asked))
     assert directory.is_finished_with(Settings(**asked, log_every=3))
-    with pytest.raises(TrainingError, match=told):
-        directory.is_finished_with(Settings(**asked | change))
+    for change, told in CHANGES:
+        with pytest.raises(TrainingError, match=told):
+            directory.is_finished_with(Settings(**asked | change))
 
 
 def test_a_finished_run_whose_text_moved_is_compared_by_the_trainer(tmp_path):
@@ -176,16 +163,16 @@ def test_a_finished_run_whose_text_moved_is_compared_by_the_trainer(tmp_path):
 
 
 RESULTS = ("metrics.jsonl", "spikes.jsonl", "environment.jsonl", "loss.png", "weights/model.safetensors")
-DAMAGES_OF_RESULTS = {
-    "missing": lambda path: path.unlink(),
-    "cut short": lambda path: os.truncate(path, path.stat().st_size - 1),
-    "a bit flipped": lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
-    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\n"),
-}
+DAMAGES = [
+    lambda path: path.unlink(),
+    lambda path: os.truncate(path, path.stat().st_size - 1),
+    lambda path: flip(path, 0),
+    lambda path: path.write_bytes(path.read_bytes() + b"\n"),
+    lambda path: (path.unlink(), path.mkdir()),
+]
 
 
 def whole(path, **settings):
-    """A finished run with all kinds of results, in name only."""
     directory = opened(path, **settings)
     directory.weights.mkdir(exist_ok=True)
     for name in RESULTS:
@@ -194,13 +181,11 @@ def whole(path, **settings):
     return directory
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"), list(zip(RESULTS, [*DAMAGES_OF_RESULTS, "missing"], strict=True))
-)
+@pytest.mark.parametrize(("name", "damage"), [*zip(RESULTS, DAMAGES, strict=True)])
 def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, name, damage):
     directory = whole(tmp_path)
     assert directory.is_finished_with(Settings())
-    DAMAGES_OF_RESULTS[damage](tmp_path / name)
+    damage(tmp_path / name)
     with pytest.raises(TrainingError, match=rf"is finished, but {name} is .*delete .*DONE"):
         directory.is_finished_with(Settings())
     others = [tmp_path / other for other in RESULTS if other != name]
@@ -210,17 +195,13 @@ def test_a_run_whose_results_are_damaged_is_not_reported_as_finished(tmp_path, n
 
 
 def test_what_came_later_grows_or_may_be_edited_is_none_of_the_run(tmp_path):
+    """So is the place of its text, which may be corrected."""
     (tmp_path / "weights").mkdir()
     (tmp_path / "weights" / "README.md").write_text("a card")
-    directory = whole(tmp_path)
-    for name in ("evaluations.jsonl", "log.txt", "weights/notes.txt", "weights/README.md"):
-        (tmp_path / name).write_text("later")
-    directory.check()
-
-
-def test_the_place_of_the_text_may_be_corrected_in_a_finished_run(tmp_path):
     directory = whole(tmp_path, data=DataSettings(root="there"))
     write_text(directory.config, directory.config.read_text().replace("root: there", "root: here"))
+    for name in ("evaluations.jsonl", "log.txt", "weights/notes.txt", "weights/README.md"):
+        (tmp_path / name).write_text("later")
     assert directory.is_finished_with(Settings())
 
 
@@ -245,9 +226,8 @@ def test_a_damaged_line_of_the_metrics_is_named_with_the_command_that_removes_it
     good = ['{"step": 1}', '{"step": 2}', '{"step": 3}']
     directory.metrics.write_bytes("\n".join([*good[:2], line, good[2], ""]).encode("latin-1"))
     before = directory.metrics.read_bytes()
-    with pytest.raises(
-        ValueError, match=r"line 3 of .*metrics\.jsonl is damaged .*delete that line: "
-    ) as error:
+    told = r"line 3 of .*metrics\.jsonl is damaged .*delete that line: "
+    with pytest.raises(ValueError, match=told) as error:
         directory.truncate_metrics(2)
     assert directory.metrics.read_bytes() == before
     subprocess.run(str(error.value).rpartition("delete that line: ")[2], shell=True, check=True)
@@ -282,31 +262,14 @@ def test_a_damaged_line_of_the_environment_is_found_at_the_start(tmp_path):
         opened(tmp_path)
 
 
-def hold(path, held, release):
-    with TrainingDirectory(path).locked():
-        held.set()
-        release.wait(30)
-
-
-def test_a_place_where_no_run_can_be_is_named(tmp_path):
-    with pytest.raises(TrainingError, match=r"File name too long.*set run_dir="):
-        TrainingDirectory(tmp_path / ("x" * 300)).is_finished_with(Settings())
-
-
-def test_two_processes_cannot_train_the_same_run(tmp_path):
-    held, release = warm.SERVER.Event(), warm.SERVER.Event()
-    other = warm.SERVER.Process(target=hold, args=(tmp_path, held, release))
-    other.start()
-    try:
-        assert held.wait(60)
-        with (
-            pytest.raises(TrainingError, match="in use by another process"),
-            TrainingDirectory(tmp_path).locked(),
-        ):
-            pass
-    finally:
-        release.set()
-        other.join()
+def test_a_run_is_trained_once_at_a_time(tmp_path):
+    """By whoever opens the folder, in another process or not."""
+    with (
+        TrainingDirectory(tmp_path).locked(),
+        pytest.raises(TrainingError, match="in use by another process"),
+        TrainingDirectory(tmp_path).locked(),
+    ):
+        pass
     with TrainingDirectory(tmp_path).locked():
         pass
 
@@ -342,3 +305,28 @@ def test_what_may_change():
     """A mark of a group holds unless a setting has its own."""
     assert [name for name in EXECUTES.split() if not identity.may_change(name)] == []
     assert [name for name in COMPUTES.split() if identity.may_change(name)] == []
+
+
+texts = (
+    st.text()
+    | st.sampled_from("\x85\u2028\u2029\ufeff")
+    | st.lists(st.sampled_from(["${", "}", "\\", "oc.env:HOME", "x", "'", "$", "{"])).map("".join)
+)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(texts, texts)
+def test_settings_are_read_as_they_were_recorded(tmp_path_factory, prompt, column):
+    data = DataSettings(column=column, validation={"a": {"b": prompt}})
+    stored = Settings(sample_prompt=prompt, data=data).recorded()
+    config = tmp_path_factory.getbasetemp() / "config.yaml"
+    config.write_bytes(identity.as_yaml(stored).encode())
+    assert identity.read(config) == stored
+    complete = stored | {"tps": {"tokens_per_step": 8, "warmup_steps": 1}}
+    for group in ("optimizer", "logger", "hardware", "probe", "spike"):
+        complete[group] = {name: 1 for name, value in stored[group].items() if value == "???"}
+    complete |= {name: 1 for name, value in complete.items() if value == "???" and name != "sample_prompt"}
+    config.write_bytes(identity.as_yaml(complete).encode())
+    read = read_settings(RunDirectory(config.parent))
+    assert (read.sample_prompt, read.data.column) == (prompt, column)
+    assert read.data.validation == {"a": {"b": prompt}}

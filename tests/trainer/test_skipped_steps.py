@@ -1,7 +1,8 @@
-"""What a skipped step leaves: followed by the weights and moments after each step, not by what is logged."""
-
 import itertools
 import json
+import math
+import random
+import shlex
 import shutil
 
 import numpy as np
@@ -12,6 +13,9 @@ from common.errors import TrainingError
 from model.llama import Llama
 from tests.cli import metrics
 from trainer import loop, parallel
+from trainer.divergence import SpikeDetector
+from trainer.run_directory import RunDirectory
+from trainer.settings import SpikeSettings
 
 RUN = ("steps=6", "checkpoint_every=3", "eval_every=6", "sample_tokens=0", "probe.every=0")
 
@@ -49,7 +53,6 @@ def spoil(monkeypatch):
 
 
 def changed(states):
-    """By step, from 2 on: whether anything moved."""
     return [not torch.equal(x, y) for x, y in itertools.pairwise(states)]
 
 
@@ -102,3 +105,60 @@ def test_the_probe_measures_sequences_of_the_step_just_done(train_here, tmp_path
     trainer = train_here(tmp_path, "steps=4", "probe.every=2", "probe.sequences=2", "sample_tokens=0")
     for step, indices in zip((2, 4), read, strict=True):
         assert (indices == trainer.loader.sequence_indices(step - 1)[:2]).all()
+
+
+def detector(window=20, threshold=6.0, history=()):
+    return SpikeDetector(SpikeSettings(window=window, threshold=threshold, skip=False), history)
+
+
+def course(steps=200, seed=0, spikes=()):
+    """A noisy, falling loss and a noisy gradient norm; `spikes`: (step, what to add to loss and norm)."""
+    noise = random.Random(seed).gauss
+    values = [(3 + 5 * math.exp(-i / 20) + noise(0, 0.02), 1 + noise(0, 0.05)) for i in range(steps)]
+    for step, loss, norm in spikes:
+        values[step] = (values[step][0] + loss, values[step][1] + norm)
+    return values
+
+
+def found(spikes, values):
+    judged = {step: spikes.judge(*pair) for step, pair in enumerate(values)}
+    return {step: spike.beyond for step, spike in judged.items() if spike}
+
+
+def test_spikes_are_found_where_they_are():
+    """Also where the one before could hide it."""
+    spikes = [(100, 1.0, 0), (150, 0, 3.0), (151, 0, 3.0), (180, 1.0, 3.0)]
+    wanted = {100: ["loss"], 150: ["grad_norm"], 151: ["grad_norm"], 180: ["loss", "grad_norm"]}
+    assert found(detector(threshold=8.0), course(spikes=spikes)) == wanted
+
+
+def test_limits_are_median_and_mad_of_the_steps_before():
+    judge = detector(window=8, threshold=2.0).judge
+    for value in (1.0, 2.0, 3.0, 4.0, 100.0):
+        judge(value, 1.0)
+    spike = judge(8.0, 1.0)
+    assert spike.typical == {"loss": 3.0, "grad_norm": 1.0}
+    assert spike.limits["loss"] == pytest.approx(3 + 2 * 1.4826 * 1.0)
+    assert spike.beyond == ["loss"]
+
+
+def test_it_waits_for_half_a_window_and_gets_used_to_a_new_level():
+    assert found(detector(), [(1.0, 1.0)] * 9 + [(9.0, 1.0)]) == {}
+    assert found(detector(), [(1.0, 1.0)] * 10 + [(9.0, 1.0)]) == {10: ["loss"]}
+    lasting = found(detector(), [(1.0, 1.0)] * 40 + [(9.0, 1.0)] * 40)
+    assert list(lasting) == list(range(40, 50))  # until half of the window is new
+
+
+def test_values_below_and_the_rounding_of_a_run_that_stands_still_are_none():
+    assert found(detector(), [(1.0, 1.0)] * 30 + [(0.1, 0.1)] + [(1.0 + 1e-4, 1.0)] * 10) == {}
+    assert found(detector(threshold=None), course(spikes=[(100, 9.0, 9.0)])) == {}
+
+
+def test_the_command_that_shows_its_text_can_be_pasted(tmp_path, caplog):
+    directory = RunDirectory(tmp_path / "it's a run, $HOME")
+    directory.path.mkdir()
+    judge = detector().judge
+    spike = [judge(*pair) for pair in [*course(40), (50.0, 1.0)]][-1]
+    spike.log(directory.spikes, {"step": 41, "tokens": 1, "skipped": False, "sequences": [3]})
+    command = shlex.split(caplog.text[caplog.text.index("python -m") :])
+    assert command == ["python", "-m", "scripts.show_batch", str(directory.path), "--step", "41"]

@@ -1,8 +1,7 @@
-"""Runs with several texts: mixtures of sources, and named validation sets."""
-
 import json
 import math
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,10 +9,13 @@ import torch.nn.functional as F
 
 from common.errors import SettingsError, TrainingError
 from data.corpus import ValidationSet
+from model.config import LlamaConfig
+from model.llama import Llama
 from scripts import show_batch
 from trainer.checks import check
+from trainer.distributed import Ranks
 from trainer.export import model_card
-from trainer.loop import described, validation_record
+from trainer.loop import described, validation_loss, validation_record
 from trainer.run_directory import read_metrics
 
 SHORT = ("steps=6", "checkpoint_every=3", "eval_every=6", "sample_tokens=0", "probe.every=4")
@@ -43,19 +45,13 @@ def mixed(tmp_path):
     lines = [json.dumps({"text": " ".join(map(str, range(i, i + 40)))}) + "\n" for i in range(100)]
     (tmp_path / "numbers.jsonl").write_text("".join(lines))
     (tmp_path / "code.txt").write_text("def f(x):\n    return x\n" * 60)
-    return (
-        "data=mixture",
-        "data.tokenizer=bytes",
-        f"data.sources.book.path={tmp_path}/book.txt",
-        "data.sources.book.weight=3",
-        f"data.sources.numbers.path={tmp_path}/numbers.jsonl",
-        "data.sources.numbers.weight=1",
-        f"data.validation.code={tmp_path}/code.txt",
-    )
+    sources = {"book.path": f"{tmp_path}/book.txt", "numbers.path": f"{tmp_path}/numbers.jsonl"}
+    sources |= {"book.weight": 3, "numbers.weight": 1}
+    named = (f"data.sources.{name}={value}" for name, value in sources.items())
+    return "data=mixture", "data.tokenizer=bytes", *named, f"data.validation.code={tmp_path}/code.txt"
 
 
 def loss_of(trainer, tokens):
-    """In float64, of the first 8 sequences of 64 tokens."""
     rows = torch.stack([torch.from_numpy(tokens.window(64 * i, 65).astype("int64")) for i in range(8)])
     with torch.no_grad():
         logits = trainer.llama(rows[:, :-1])
@@ -88,9 +84,7 @@ def test_a_mixture_trains_validates_and_resumes(train_here, mixed, tmp_path, cap
 
     shutil.rmtree(run / "checkpoints" / "step_00000006")
     other = [override.replace("numbers.weight=1", "numbers.weight=2") for override in mixed]
-    with pytest.raises(
-        TrainingError, match=r"(?s)other settings.*data.sources.numbers.weight was 1, is now 2"
-    ):
+    with pytest.raises(TrainingError, match=r"(?s)other set.*data.sources.numbers.weight was 1, is now 2"):
         train_here(run, *SHORT, *other)
     (tmp_path / "moved").mkdir()
     for name in ("book.txt", "numbers.jsonl", "code.txt"):
@@ -131,3 +125,49 @@ def test_a_validation_set_that_is_too_short_is_found_before_the_first_step(train
     (tmp_path / "short.txt").write_text("too short")
     with pytest.raises(TrainingError, match=r"short-bytes-.*has 10 tokens, too few .*context=64"):
         train_here(tmp_path / "run", *SHORT, f"data.validation.short={tmp_path}/short.txt")
+
+
+SMALL = LlamaConfig(vocab_size=64, d_model=32, n_layers=2, n_heads=2, d_head=16, d_ffn=96, max_context=32)
+
+
+@pytest.fixture
+def llama():
+    torch.manual_seed(0)
+    return Llama(SMALL, F.scaled_dot_product_attention)
+
+
+def batches_of(*sizes, context=8):
+    tokens = torch.randint(64, (sum(sizes), context + 1), generator=torch.Generator().manual_seed(1))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens.split(list(sizes))]
+
+
+def evaluate(model, batches, ranks=Ranks, **options):
+    how = {"micro_batch": 4, "ranks": ranks(0, 1, torch.device("cpu")), "autocast": nullcontext}
+    return validation_loss(model, batches, **how, **options)
+
+
+class OneOfSeveral(Ranks):
+    """A rank among others that have up to three batches."""
+
+    def largest(self, value):
+        return max(value, 3)
+
+
+def test_ranks_of_a_sharded_model_call_it_equally_often(llama):
+    calls = []
+    llama.register_forward_hook(lambda *_: calls.append(1))
+    for sizes in ((4, 4, 3), (4, 2), (1,)):
+        calls.clear()
+        batches = batches_of(*sizes)
+        together = evaluate(llama, batches, OneOfSeveral, in_step=True)
+        assert len(calls) == 3
+        assert together == evaluate(llama, batches)
+
+
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_a_smaller_batch_is_not_compiled_for(llama):
+    torch.compiler.reset()  # what other tests compiled
+    batches = batches_of(4, 4, 3, 2)
+    expected = evaluate(llama, batches)
+    assert evaluate(torch.compile(llama, backend="eager"), batches) == pytest.approx(expected, rel=1e-6)
+    torch.compiler.reset()

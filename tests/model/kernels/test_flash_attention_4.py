@@ -1,5 +1,6 @@
 """FlashAttention-4 against PyTorch's attention: with a stand-in for the package, and on a GPU."""
 
+import functools
 import sys
 import types
 from unittest.mock import Mock
@@ -100,10 +101,8 @@ def test_results_are_those_of_pytorch(package, is_causal, kv_heads):
     out = fa4.attend(*qkv, is_causal=is_causal, enable_gqa=kv_heads < 4)
     expected = exact(*qkv, is_causal)
     torch.testing.assert_close(out, expected)
-    for got, right in zip(
-        torch.autograd.grad(out, qkv, grad), torch.autograd.grad(expected, qkv, grad), strict=True
-    ):
-        torch.testing.assert_close(got, right, rtol=1e-5, atol=1e-5)  # lse is float32
+    found, wanted = (torch.autograd.grad(x, qkv, grad) for x in (out, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)  # lse is float32
     assert package.deterministic == [False]
 
 
@@ -116,25 +115,16 @@ def test_operators_keep_their_promises(package):
     torch.library.opcheck(fa4._gradients, (grad, *tensors, *saved, True))
 
 
-def test_checkpointing_saves_its_results(package):
+def test_checkpointing_saves_its_results_and_deterministic_runs_ask_for_it(package, monkeypatch):
     qkv, grad = inputs()
     operator = torch.ops.llama.flash_attention_4.default
     assert operator in fpa.SAVED_OPERATORS
-    out = checkpoint(
-        lambda *x: fa4.attend(*x, is_causal=True, enable_gqa=True),
-        *qkv,
-        use_reentrant=False,
-        context_fn=lambda: create_selective_checkpoint_contexts([operator]),
-    )
-    torch.autograd.grad(out, qkv, grad)
-    assert package.forwards == 1
-
-
-def test_deterministic_runs_ask_for_it(package, monkeypatch):
-    qkv, grad = inputs()
+    attend = functools.partial(fa4.attend, is_causal=True, enable_gqa=True)
+    context = functools.partial(create_selective_checkpoint_contexts, [operator])
+    out = checkpoint(attend, *qkv, use_reentrant=False, context_fn=context)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    torch.autograd.grad(fa4.attend(*qkv, is_causal=True, enable_gqa=True), qkv, grad)
-    assert package.deterministic == [True]
+    torch.autograd.grad(out, qkv, grad)
+    assert (package.forwards, package.deterministic) == (1, [True])
 
 
 def test_autocast_casts(package):
@@ -176,9 +166,7 @@ def test_without_the_package_the_next_is_taken_and_the_log_says_so_once(gpu, mon
     assert "FlashAttention-4 is not installed" in line
     assert 'pip install "flash-attn-4' in line
     assert line.endswith("Full precision runs cuDNN")
-    with pytest.raises(
-        ValueError, match=r"sdpa=fa4 cannot run .*is not installed.*pip install .*; use atten"
-    ):
+    with pytest.raises(ValueError, match=r"sdpa=fa4 cannot run .*is not installed.*pip install .*; use att"):
         build("fa4")
 
 

@@ -1,5 +1,3 @@
-"""QK-norm and rotation in one kernel: its formula in float64, on a CPU in Triton's interpreter."""
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """x, gain, cosines, sines and the gradient of the result."""
     torch.manual_seed(0)
     cos, sin = (table.float() for table in rotary_tables(shape[1], shape[-1], theta=100.0))
     x, grad_out = torch.randn(2, *shape).to(dtype)
@@ -22,7 +19,6 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def exact(x: Tensor, gain: Tensor, cos: Tensor, sin: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
-    """The result and the gradients by x and gain, in float64."""
     x, gain, cos, sin = (t.detach().double() for t in (x, gain, cos, sin))
     leaves = x.requires_grad_(), gain.requires_grad_()
     out = rotate(x / ((x * x).mean(-1, keepdim=True) + EPS).sqrt() * gain, cos, sin)
@@ -61,12 +57,8 @@ def test_16_bit_numbers_are_rounded_once(dtype):
 def test_strides_do_not_matter():
     x, gain, cos, sin, grad_out = inputs((2, 37, 3, 16), torch.float32)
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (x, grad_out)]
-    torch.testing.assert_close(
-        by_kernel(strided[0], gain, cos, sin, strided[1]),
-        by_kernel(x, gain, cos, sin, grad_out),
-        atol=0,
-        rtol=0,
-    )
+    found = by_kernel(strided[0], gain, cos, sin, strided[1])
+    torch.testing.assert_close(found, by_kernel(x, gain, cos, sin, grad_out), atol=0, rtol=0)
 
 
 def test_it_is_a_well_behaved_operator():
@@ -88,13 +80,8 @@ def test_a_model_computes_the_same_with_and_without(compiled, monkeypatch):
     config = LlamaConfig(
         vocab_size=64, d_model=64, n_layers=2, n_heads=2, d_head=32, d_ffn=96, max_context=130
     )
-    attend = backends.build(
-        {"backend": "fpa", "sdpa": "math"},
-        device=torch.device("cuda"),
-        dtype=torch.float32,
-        d_head=32,
-        is_gqa=False,
-    ).attend
+    shape = {"device": torch.device("cuda"), "dtype": torch.float32, "d_head": 32, "is_gqa": False}
+    attend = backends.build({"backend": "fpa", "sdpa": "math"}, **shape).attend
     torch.manual_seed(0)
     llama = Llama(config, attend).cuda()
     tokens = torch.randint(64, (2, 130), device="cuda")
