@@ -20,6 +20,7 @@ from trainer.software import software
 PLACES = re.compile(r"data\.(.+\.)?(root|path|val_path|processes)")
 
 
+@functools.cache
 def may_change(name: str) -> bool:
     """Whether the setting (`hardware.micro_batch`) may differ when a run resumes: see trainer.settings."""
     name = re.sub(r"^data\.sources\.[^.]+\.", "data.", name)  # a text of a mixture has the settings of one
