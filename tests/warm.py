@@ -68,10 +68,8 @@ def _of_groups(*overrides: str) -> DictConfig:
 
 def config(*overrides: str) -> DictConfig:
     """What Hydra makes of these arguments of train.py; of the same options of groups, which is slow, once."""
-    groups, values = [], []
-    for one in OverridesParser.create().parse_overrides(list(overrides)):
-        (groups if one.key_or_group.partition(".")[0] == "hydra" else values).append(one)
-    groups += [one for one in values if one.key_or_group in GROUPS]
+    values = OverridesParser.create().parse_overrides(list(overrides))
+    groups = [one for one in values if one.key_or_group in GROUPS or one.key_or_group.startswith("hydra")]
     found = copy.deepcopy(_of_groups(*(one.input_line for one in groups)))
     ConfigLoaderImpl._apply_overrides_to_config([one for one in values if one not in groups], found)
     return found
