@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from sagebwd.dispatch import gpu_of
-from sagebwd.kernels.cuda import compile as compiler
 from sagebwd.kernels.cuda import launch, plan
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.hopper import attention as hopper
@@ -39,19 +38,6 @@ def cache(tmp_path, monkeypatch):
     """The folder of the cache on disk, which does not exist yet."""
     monkeypatch.setenv("SAGEBWD_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
-
-
-@pytest.fixture
-def compiled(monkeypatch):
-    """The names of the sources that were compiled so far."""
-    done, compile_source = [], compiler.compile_source
-
-    def compile_and_count(sources, source, *arguments):
-        done.append(source)
-        return compile_source(sources, source, *arguments)
-
-    monkeypatch.setattr(compiler, "compile_source", compile_and_count)
-    return done
 
 
 class Events(list):
