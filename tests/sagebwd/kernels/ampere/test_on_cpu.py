@@ -31,7 +31,8 @@ def runs(kernel_set, draw):
         if not isinstance(lengths, int):
             boundaries = torch.tensor(boundaries_of(lengths))
             lengths = sum(lengths)
-        inputs = draw(lengths, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=FP16)
+        heads = 1 if boundaries is None else 2
+        inputs = draw(lengths, batch=1, heads=heads, kv_heads=1, head_dim=head_dim, dtype=FP16)
         mask = {"is_causal": False, **mask}
         both = attention(kernel_set.name, config=config, cu_seqlens=boundaries, **mask)
         q, k, v = (x[:, :1] for x in inputs[:3])
