@@ -57,9 +57,7 @@ def test_sinks_train_as_with_eager(is_padded):
 # Padding
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), [(name, ("left", "right")[n % 2]) for n, name in enumerate(MODELS)]
-)
+@pytest.mark.parametrize(("name", "side"), [*zip(MODELS, 4 * ("left", "right"), strict=True)])
 def test_padding_is_as_with_sdpa_at_the_real_tokens(name, side):
     model, inputs = make(name), padded(name, side)
     real = inputs["attention_mask"].bool()
@@ -86,16 +84,12 @@ def test_a_hole_in_the_mask_hides_its_keys_and_parts_no_document():
 
 @pytest.mark.parametrize("n_target", [20, 33, 40])
 def test_cross_attention_to_a_padded_source_is_as_with_sdpa(n_target):
-    sizes = {
-        f"{part}_{size}": n
-        for part in ("encoder", "decoder")
-        for size, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
-    }
+    counts = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
+    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in counts.items()}
+    sizes |= {"vocab_size": VOCABULARY, "d_model": 64, "dropout": 0.0, "init_std": 0.12, "pad_token_id": 0}
+    others = dict.fromkeys(("eos_token_id", "decoder_start_token_id", "forced_eos_token_id"), 2)
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=VOCABULARY, d_model=64, dropout=0.0, init_std=0.12, **sizes, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-    )  # fmt: skip
+    config = transformers.BartConfig(**sizes, bos_token_id=1, **others)
     model, inputs = transformers.BartForConditionalGeneration(config), padded("bart", "right")
     # As many target as source tokens, 33, is a trap: a hidden key must not hide the query in its place.
     inputs["labels"] = draw_tokens(3, n_target, seed=1)
