@@ -33,10 +33,11 @@ def as_four(x):
 
 
 def test_means_what_torch_means():
-    tensors, gqa = inputs(4), {"enable_gqa": True}
-    for settings in (gqa, {"is_causal": True, "scale": 0.4} | gqa):
-        wanted = gradients(scaled_dot_product_attention, *tensors, **settings)
-        found = gradients(sage_attention, *tensors, config=NO_INT8, **settings)
+    """By name, and in the order of torch."""
+    tensors = inputs(4)
+    for arguments, settings in (((), {}), ((), {"is_causal": True, "scale": 0.4}), ((None, 0.0, True), {})):
+        wanted = gradients(scaled_dot_product_attention, *tensors, *arguments, enable_gqa=True, **settings)
+        found = gradients(sage_attention, *tensors, *arguments, enable_gqa=True, config=NO_INT8, **settings)
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
