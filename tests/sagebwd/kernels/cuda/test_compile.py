@@ -27,6 +27,14 @@ def test_a_source_is_of_the_first_folder_that_has_it(sources):
     assert sources.path("other") == shared / "other.cu"
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_120"])
+def test_packing_compiles_for_gpus_that_kernel_sets_are_planned_for(architecture):
+    """For Hopper: hopper/test_sources.py."""
+    sources, macros = Sources(architecture, (compiler.SHARED,)), {"HEAD_DIM": 64, "IS_BF16": True}
+    assert b".text.pack_grad_kernel" in compiler.compile_source(sources, "packing", macros)[0]
+
+
 # --- The cache on disk, and what is trusted of it: the compiler is a stand-in ------------------------------
 
 theirs = b"left there by another user"

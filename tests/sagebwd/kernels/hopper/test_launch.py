@@ -46,7 +46,8 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
         for unpacked in (False, True):
             macros = {"TOKEN_SCALES": has_token_scales, "UNPACKED_16BIT": unpacked}
             check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, **macros)
-    for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
+    wrongs = () if operands else ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16})
+    for change in wrongs:
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
             check_syntax(source, head_dim, operands, wrong.threads, wrong.shared_bytes, **macros)
