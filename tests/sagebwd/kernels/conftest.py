@@ -79,9 +79,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def quick_interpreter() -> Iterator[None]:
     """Triton's interpreter in 60% of its time.
 
-    It replaces the functions of ``triton.language`` by its own when a kernel begins, and would do so again at
-    every call of a device function; and it asks after each sum of integers whether it has overflowed. Both
-    are private to Triton: where they have moved, tests only take longer.
+    It replaces the functions of ``triton.language`` by its own when a kernel begins, and would again at every
+    call of a device function; and it asks after each sum of integers whether it has overflowed.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -218,9 +217,7 @@ def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def in_order() -> Iterator[Callable[..., Any]]:
-    """in_order(function, reverse=True) or in_order(function, first=…, count=…): its results when threads run
-    in this order, as :func:`sources_on_cpu.run_in_order` says.
-    """
+    """in_order(function, …): its results when threads run as ``sources_on_cpu.run_in_order`` says."""
 
     def in_order(function, **order):
         sources_on_cpu.run_in_order(**order)
@@ -242,11 +239,9 @@ def assert_same(kernel_set) -> Callable[..., None]:
 
     A GPU is allowed one element more: its 1/127 is off by up to 2 ulp, so that now and then an element of Q,
     K, V or dO falls to the other side. That one is off by a step where all n are by √(1/12) of one, at
-    random, which together cost 0.02: √12 · 0.02 / √n. Values that are zero, as those of hidden tokens, do
-    not count.
+    random, which together cost 0.02: √12 · 0.02 / √n. Values that are zero do not count.
 
-    In bf16 the bound is ``kernel_set.bf16_error``. ``slack`` multiplies that of fp16: where a scale belongs
-    to a tile, a step is larger, and one element is worth more.
+    In bf16 the bound is ``kernel_set.bf16_error``. ``slack``: the scale of a tile has larger steps.
     """
 
     def assert_same(found, wanted, names=NAMES, *, slack=1.0):

@@ -1,7 +1,4 @@
-"""The Ampere kernels on a CPU: whichever threads run first, the bits are the same.
-
-That they are right is tested as for the other kernel sets: see ``EMULATED`` in sets.py.
-"""
+"""The Ampere kernels on a CPU, see ``EMULATED`` in sets.py: whichever threads run first, the same bits."""
 
 import pytest
 import torch
@@ -22,9 +19,7 @@ pytestmark = [
 
 @pytest.fixture
 def runs(kernel_set, draw):
-    """runs(tokens or lengths of documents, config, mask, head_dim) -> functions that return [out, dq, dk, dv]
-    and [out, lse, residual of out].
-    """
+    """runs(tokens or lengths of documents, …) -> functions: [out, dq, dk, dv]; [out, lse, its residual]."""
 
     def runs(lengths, config, mask, head_dim=64):
         boundaries = None
@@ -47,13 +42,7 @@ def runs(kernel_set, draw):
 
 
 #: The first of threads that run only when no other can, and how many.
-LATE = (
-    {"count": 32},
-    {"first": 128, "count": 128},
-    {"first": 256, "count": 32},
-    {"first": 256, "count": 128},
-)
-
+LATE = ({"count": 32}, *({"first": first, "count": n} for first, n in ((128, 128), (256, 32), (256, 128))))
 
 CAUSAL, WINDOW = {"is_causal": True}, {"window_size": (70, 3)}
 #: Three tiles of 128 keys, or four of 64.

@@ -12,6 +12,10 @@ from tests.sagebwd.kernels.machine_code import MachineCode
 needs_nvrtc = pytest.mark.usefixtures("nvrtc")
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+OF_BACKWARD = (
+    (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("DP_FP16",),
+    ("DP_FP16", "IS_WINDOWED"),
+)  # fmt: skip
 #: Macros of each source and tile; those together that can be.
 MACROS = {
     ("forward", (64, 128)): (
@@ -19,14 +23,8 @@ MACROS = {
         ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
     ),
     ("forward", (128, 64)): ((), ("IS_WINDOWED",)),
-    ("backward", (64, 128)): (
-        (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("DP_FP16",),
-        ("DP_FP16", "IS_WINDOWED"),
-    ),
-    ("backward_dq_warps", (64, 128)): (
-        (), ("UNSIGNED_P",), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("DP_FP16",),
-        ("DP_FP16", "IS_WINDOWED"),
-    ),
+    ("backward", (64, 128)): OF_BACKWARD,
+    ("backward_dq_warps", (64, 128)): OF_BACKWARD,
     ("backward_64_keys", (128, 64)): (
         ("SCALES_OF_TILES",), ("SCALES_OF_TILES", "IS_WINDOWED"), (), ("DP_FP16", "SCALES_OF_TILES"),
     ),

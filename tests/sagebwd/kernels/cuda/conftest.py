@@ -49,10 +49,7 @@ class Events(list):
 
 @pytest.fixture
 def events(monkeypatch):
-    """CUDA kernel sets run on CPU tensors, as far as the host goes: nothing is compiled or launched.
-
-    A variant is (source, kernel, macros).
-    """
+    """CUDA kernel sets run on CPU tensors, as far as the host goes; a variant is (source, kernel, macros)."""
     events = Events()
 
     def start_loading(sources, source, name, shared_bytes, **defines):

@@ -1,7 +1,4 @@
-"""The Hopper kernels on a CPU: orders of threads and of keys, and what is saved packed.
-
-That they are right is tested as for the other kernel sets: see ``EMULATED`` in sets.py.
-"""
+"""The Hopper kernels on a CPU, see ``EMULATED`` in sets.py: orders of threads and keys; what is saved."""
 
 import pytest
 import torch
@@ -118,15 +115,13 @@ def test_in_either_order_of_keys_that_of_threads_changes_nothing(kernel_set, in_
 # --- What is saved -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("backend", "config", "documents"),
-    [
-        (None, SageConfig(smooth_v=True), None),
-        ("inductor", SageConfig.consistent(), (200, 110)),
-        (None, SageConfig.int8_scores(), (200, 110)),
-        ("aot_eager", PAPER, None),
-    ],
-)
+PACKED = [
+    (None, SageConfig(smooth_v=True), None), ("inductor", SageConfig.consistent(), (200, 110)),
+    (None, SageConfig.int8_scores(), (200, 110)), ("aot_eager", PAPER, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "config", "documents"), PACKED)
 def test_what_is_packed_replaces_q_k_and_v_in_the_backward(
     kernel_set, draw, monkeypatch, tmp_path, backend, config, documents
 ):

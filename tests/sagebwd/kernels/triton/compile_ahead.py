@@ -52,9 +52,6 @@ class Case(NamedTuple):
     variant: str
     kernels: str
 
-    def __str__(self) -> str:
-        return "/".join(map(str, self))
-
 
 class Variant(NamedTuple):
     """One way to call attention."""
@@ -79,16 +76,12 @@ VARIANTS = {
     # ptxas 12.8 miscompiles this one.
     "query_blocks": Variant(
         SageConfig(
-            smooth_k=False,
-            smooth_q=True,
-            granularity="block",
+            smooth_k=False, smooth_q=True, granularity="block", block_q=128, block_kv=64,
             int8_matmuls=("s_fwd", "o", "s_bwd", "dv", "dp", "dq"),
-            block_q=128,
-            block_kv=64,
         ),
         dtype=torch.float16,
     ),
-}
+}  # fmt: skip
 
 
 class AbsentGPU:
@@ -110,9 +103,10 @@ class AbsentGPU:
 def main(patterns: list[str]) -> None:
     """Compile the cases that any of the patterns names and print the records."""
     for case in (Case(*names) for names in product(SHARED_MEMORY, HEAD_DIMS, VARIANTS, KERNELS)):
-        if any(fnmatchcase(str(case), pattern) for pattern in patterns):
+        if any(fnmatchcase("/".join(map(str, case)), pattern) for pattern in patterns):
             for record in compile_case(case):
-                print(json.dumps({**case._asdict(), **record}), flush=True)
+                limit = {"shared_limit": SHARED_MEMORY[case.capability]}
+                print(json.dumps({**case._asdict(), **limit, **record}), flush=True)
 
 
 def compile_case(case: Case) -> list[dict[str, Any]]:
