@@ -16,10 +16,9 @@ from sagebwd import dispatch, reference, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
-from sagebwd.kernels.cuda import launch, plan
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.cuda.compile import why_no_compiler
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import tensor_map
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.inputs import NAMES, of_document
@@ -206,10 +205,7 @@ def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
         choose = dispatch.choose
         monkeypatch.setattr(dispatch, "choose", lambda *call: name if call[5:] == (name,) else choose(*call))
         monkeypatch.setattr("sagebwd.attention._calls", {})
-        monkeypatch.setattr(launch, "start_loading", start_loading)
-        monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-        monkeypatch.setattr(tensor_map, "encode", sources_on_cpu.encode)
-        plan.plan_of.cache_clear()
+        sources_on_cpu.no_gpu(monkeypatch, start_loading, sources_on_cpu.encode)
 
     yield emulate
     plan.plan_of.cache_clear()

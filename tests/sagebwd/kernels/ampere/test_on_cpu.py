@@ -26,7 +26,7 @@ def runs(kernel_set, draw):
         if not isinstance(lengths, int):
             boundaries = torch.tensor(boundaries_of(lengths))
             lengths = sum(lengths)
-        heads = 1 if boundaries is None else 2
+        heads = 2 if config == SageConfig() else 1
         inputs = draw(lengths, batch=1, heads=heads, kv_heads=1, head_dim=head_dim, dtype=FP16)
         mask = {"is_causal": False, **mask}
         both = attention(kernel_set.name, config=config, cu_seqlens=boundaries, **mask)

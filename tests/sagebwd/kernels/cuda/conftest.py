@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from sagebwd.dispatch import gpu_of
-from sagebwd.kernels.cuda import launch, plan
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.cuda.compile import Sources
-from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import tensor_map
+from tests.sagebwd.kernels.cuda import sources_on_cpu
 
 MINIMAL = """
 #include "value.cuh"
@@ -58,10 +57,7 @@ def events(monkeypatch):
         kernel = SimpleNamespace(name=name, parameters=None, start=lambda *_: None)
         return lambda: events.append(("loaded", variant)) or kernel
 
-    monkeypatch.setattr(launch, "start_loading", start_loading)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
-    plan.plan_of.cache_clear()
+    sources_on_cpu.no_gpu(monkeypatch, start_loading)
     plan.load_ahead.cache_clear()
     yield events
     plan.plan_of.cache_clear()
