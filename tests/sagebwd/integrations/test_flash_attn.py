@@ -47,9 +47,7 @@ def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def assert_same(
-    found: Tensor, truth: Tensor, leaves: list[Tensor], name: object, bound: float = 1e-5
-) -> None:
+def assert_same(found, truth, leaves, name, bound=1e-5):
     grad_out = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     assert relative_l2(found, truth) < bound, name
     gradients = torch.autograd.grad(found, leaves, grad_out)

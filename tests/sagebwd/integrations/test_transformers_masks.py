@@ -50,14 +50,6 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
         importlib.import_module("sagebwd.integrations.transformers")
 
 
-@pytest.mark.parametrize("mask", [torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), None], ids=["padded", "whole"])
-def test_the_last_query_alone_sees_all_real_keys(draw, mask):
-    q, k, v, _ = draw(1, 4)
-    out, _ = call(q, k, v, None if mask is None else described(mask, CAUSAL), name="sagebwd-exact")
-    shown = None if mask is None else mask[:, None, None].bool()
-    assert relative_l2(out, scaled_dot_product_attention(q, k, v, shown).transpose(1, 2)) < EXACT
-
-
 def test_a_mask_says_better_than_the_layer_whether_attention_is_causal(draw):
     q, k, v, _ = draw(6)
     hidden = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])
@@ -130,17 +122,6 @@ def test_the_mask_function_returns_none_only_where_nothing_is_left_open():
     half = torch.tensor([[0, 1], [1, 1]])
     padded = prepare_mask(q_length=2, kv_length=2, attention_mask=half, **bidirectional, **may_skip)
     assert show(padded) == ([[0, 1], [1, 1]], FULL)
-
-
-@pytest.mark.parametrize("q_offset", [3, torch.tensor(3)])
-def test_empty_slots_of_a_static_cache_are_cut_off(draw, q_offset):
-    q, k, v, _ = draw(2, 9)
-    mask = prepare_mask(q_length=2, kv_length=9, q_offset=q_offset)
-    assert show(mask) == ([[1] * 5] * 2, CAUSAL)
-    out, _ = call(q, k, v, mask, name="sagebwd-exact")
-    seen = torch.ones(2, 5, dtype=torch.bool).tril(3)
-    truth = scaled_dot_product_attention(q, k[:, :, :5], v[:, :, :5], seen)
-    assert relative_l2(out, truth.transpose(1, 2)) < EXACT
 
 
 def test_the_mask_function_of_older_releases_gets_cache_position():

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,9 +81,7 @@ def encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: o
     return bytes((ctypes.c_uint64 * 16)(address, *reversed(shape), *reversed(strides[:3])))
 
 
-def no_gpu(
-    patch: pytest.MonkeyPatch, start_loading: Callable, encode: Callable = lambda *_: bytes(128)
-) -> None:
+def no_gpu(patch, start_loading, encode=lambda *_: bytes(128)):
     """The host's part of CUDA kernels runs without a GPU; ``start_loading`` takes the place of launch's."""
     patch.setattr(launch, "start_loading", start_loading)
     patch.setattr(hopper, "_multiprocessors", lambda device: 2)
