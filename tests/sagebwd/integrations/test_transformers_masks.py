@@ -50,6 +50,12 @@ def test_without_transformers_the_error_says_what_to_install(monkeypatch):
         importlib.import_module("sagebwd.integrations.transformers")
 
 
+def test_the_last_query_alone_sees_all_keys(draw):
+    q, k, v, _ = draw(1, 4)
+    out, _ = call(q, k, v, name="sagebwd-exact")
+    assert relative_l2(out, scaled_dot_product_attention(q, k, v).transpose(1, 2)) < EXACT
+
+
 def test_a_mask_says_better_than_the_layer_whether_attention_is_causal(draw):
     q, k, v, _ = draw(6)
     hidden = torch.tensor([[1, 1, 0, 1, 1, 0], [0, 0, 0, 0, 0, 0]])

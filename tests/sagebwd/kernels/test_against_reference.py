@@ -33,37 +33,31 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 TOKENS, BLOCKS = {"operand_scales": "token"}, {"granularity": "block"}
 UNSIGNED = {"unsigned_p": True}
+ONLY = {name: {"int8_matmuls": (name,)} for name in MATMULS}
+ALL_BUT = {name: {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS}
 SETTINGS = {
-    "granularity": BLOCKS,
-    "only smooth_q": {"smooth_q": True, "smooth_k": False},
+    "granularity": BLOCKS, "only smooth_q": {"smooth_q": True, "smooth_k": False}, "unsigned_p": UNSIGNED,
     "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False} | TOKENS,
-    "unsigned_p": UNSIGNED,
     "unsigned_p, token scales, granularity": UNSIGNED | TOKENS | BLOCKS,
     "compensate_o": {"compensate_o": True, "int8_matmuls": ("s_fwd", "s_bwd", "dv", "dq", "dk")},
     "S and O in 16 bit": {"smooth_k": False, "int8_matmuls": ("dv", "dq", "dk")} | TOKENS,
     "all INT8, everything": {"int8_matmuls": MATMULS, "smooth_q": True} | TOKENS,
     "no INT8, everything": {"int8_matmuls": (), "smooth_q": True},
-    **{f"only {name}": {"int8_matmuls": (name,)} for name in ("s_fwd", "dp", "dq")},
-}
-ALL_BUT = {name: {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS}
+    **{f"only {name}": ONLY[name] for name in ("s_fwd", "dp", "dq")},
+}  # fmt: skip
 #: For GPUs.
 MORE_SETTINGS = {
-    "default": {},
-    "smooth_q": {"smooth_q": True},
-    "no smoothing": {"smooth_k": False},
-    "smooth_v": {"smooth_v": True},
-    "token scales": TOKENS,
-    "token scales, granularity": TOKENS | BLOCKS,
-    "all INT8": {"int8_matmuls": MATMULS},
-    "no INT8": {"int8_matmuls": ()},
-    **{f"only {name}": {"int8_matmuls": (name,)} for name in ("o", "s_bwd", "dv", "dk")},
+    "default": {}, "smooth_q": {"smooth_q": True}, "no smoothing": {"smooth_k": False},
+    "smooth_v": {"smooth_v": True}, "token scales": TOKENS, "token scales, granularity": TOKENS | BLOCKS,
+    "all INT8": {"int8_matmuls": MATMULS}, "no INT8": {"int8_matmuls": ()},
+    **{f"only {name}": ONLY[name] for name in ("o", "s_bwd", "dv", "dk")},
     "unsigned_p, granularity": UNSIGNED | BLOCKS,
     "unsigned_p, token scales": UNSIGNED | TOKENS | {"smooth_k": False},
     "unsigned_p, smooth_v": UNSIGNED | {"smooth_v": True},
     **{f"unsigned_p, not {name}": UNSIGNED | ALL_BUT[name] for name in P_MATMULS},
     **{f"not {name}": settings for name, settings in ALL_BUT.items()},
-    **{f"token scales, only {name}": TOKENS | {"int8_matmuls": (name,)} for name in MATMULS},
-}
+    **{f"token scales, only {name}": TOKENS | settings for name, settings in ONLY.items()},
+}  # fmt: skip
 
 
 def settings_of(kernel_set):
@@ -125,11 +119,9 @@ def test_lengths(check, sample, kernel_set, n_q, n_kv, is_causal, head_dim):
 
 #: Runs of the head sizes, the first of them in the interpreter.
 HEAD_SIZE_SETTINGS = {
-    "default": {},
-    "token scales": {"operand_scales": "token"},
+    "default": {}, "token scales": TOKENS, "no INT8": {"int8_matmuls": ()},
     "smooth_q, all INT8": {"smooth_q": True, "int8_matmuls": MATMULS},
-    "no INT8": {"int8_matmuls": ()},
-}
+}  # fmt: skip
 
 
 def head_size_settings(kernel_set):

@@ -45,14 +45,11 @@ def configs_of(kernel_set):
         configs = {name: PRESETS[name] for name in ("default", "paper", "strictly_causal", "int8_scores")}
         return kernel_set.those_it_runs(configs | {"dP in fp16": SageConfig(dp_fp16_accumulation=True)})
     configs = {
-        "default": config(),
-        "paper": config(granularity="block"),
+        "default": config(), "paper": config(granularity="block"), "no INT8": config(int8_matmuls=()),
         "strictly causal": replace(SageConfig.strictly_causal(), **kernel_set.small_tile),
-        "no INT8": config(int8_matmuls=()),
-        "all INT8": config(int8_matmuls=MATMULS),
-        "unsigned_p": config(unsigned_p=True),
+        "all INT8": config(int8_matmuls=MATMULS), "unsigned_p": config(unsigned_p=True),
         "dP in fp16": config(dp_fp16_accumulation=True),
-    }
+    }  # fmt: skip
     return kernel_set.those_it_runs(configs)
 
 

@@ -64,14 +64,10 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "default": Variant(),
-    "paper": Variant(SageConfig.paper()),
-    "strictly_causal": Variant(SageConfig.strictly_causal()),
-    "packed_gqa": Variant(packed=True, kv_heads=2),
-    "full_float16": Variant(window=FULL, dtype=torch.float16),
-    "smooth_q": Variant(SageConfig(smooth_q=True)),
+    "default": Variant(), "paper": Variant(SageConfig.paper()), "window": Variant(window=Window(100, 20)),
+    "strictly_causal": Variant(SageConfig.strictly_causal()), "packed_gqa": Variant(packed=True, kv_heads=2),
+    "full_float16": Variant(window=FULL, dtype=torch.float16), "smooth_q": Variant(SageConfig(smooth_q=True)),
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
-    "window": Variant(window=Window(100, 20)),
     "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
     # ptxas 12.8 miscompiles this one.
     "query_blocks": Variant(
