@@ -75,8 +75,7 @@ def test_the_wider_head_size_decides_which_kernels_run():
         assert "the head size is 264" in sagebwd.explain(q, k, v, device="RTX 4090").reasons["triton"]
 
 
-@pytest.mark.parametrize("dimensions", [3, 5])
-def test_compiles_without_a_break(dimensions, compiled):
-    tensors = inputs(dimensions, value_dim=24)
+def test_compiles_without_a_break(compiled):
+    tensors = inputs(5, value_dim=24)
     wanted = gradients(sage_attention, *tensors, enable_gqa=True)
     assert_same(gradients(compiled(sage_attention), *tensors, enable_gqa=True), wanted)
