@@ -9,6 +9,8 @@ from torch import Tensor
 
 import sagebwd
 
+FP32 = torch.float32
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marks of kernels/sets.py, before anything imports that."""
@@ -31,17 +33,8 @@ def draw() -> Callable[..., list[Tensor]]:
     """Return [q, k, v, grad_out], Gaussian, H_kv heads for k and v."""
 
     def draw(
-        n_q: int = 70,
-        n_kv: int | None = None,
-        *,
-        head_dim: int = 24,
-        batch: int = 2,
-        heads: int = 2,
-        kv_heads: int | None = None,
-        sigma: float = 1.0,
-        dtype: torch.dtype = torch.float32,
-        seed: int = 0,
-    ) -> list[Tensor]:
+        n_q=70, n_kv=None, *, head_dim=24, batch=2, heads=2, kv_heads=None, sigma=1.0, dtype=FP32, seed=0
+    ):
         generator = torch.Generator().manual_seed(seed)
         q_shape = (batch, heads, n_q, head_dim)
         kv_shape = (batch, kv_heads or heads, n_kv or n_q, head_dim)

@@ -28,14 +28,6 @@ def test_runs_the_reference(draw, dtype):
         assert torch.equal(x, getattr(result, name))
 
 
-def test_arguments_are_in_the_order_of_torch(draw):
-    """By name they are tested in test_shapes.py."""
-    inputs = draw(31, 77, heads=4)
-    torchs = gradients(scaled_dot_product_attention, *inputs, None, 0.0, True)
-    ours = gradients(sage_attention, *inputs, None, 0.0, True, config=NO_INT8)
-    torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
-
-
 def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):
     q, k, v, _ = (x.requires_grad_() for x in draw(200))
     saved = []
@@ -46,21 +38,15 @@ def test_saves_only_the_inputs_out_lse_and_the_mean_of_k(draw):
     assert saved == [q.shape, q.shape[:-1], mean, q.shape, k.shape, v.shape]
 
 
-def test_autocast_casts_as_torch_does(draw):
+def test_autocast_casts_as_torch_does_and_the_diagnostic_call_ignores_it(draw):
     """Also a mix, as a rotary embedding may leave it. Gradients under it: kernels/test_torch.py."""
-    q, k, v, _ = draw(60)
+    q, k, v, grad_out = draw(60)
+    plain = attention(q, k, v, grad_out)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = sage_attention(q, k.bfloat16(), v)
         assert out.dtype == scaled_dot_product_attention(q, k.bfloat16(), v).dtype
+        assert torch.equal(attention(q, k, v, grad_out).dq, plain.dq)
     assert torch.equal(out, sage_attention(*(x.bfloat16() for x in (q, k, v))))
-
-
-def test_the_diagnostic_call_ignores_autocast(draw):
-    inputs = draw(60)
-    plain = attention(*inputs)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        under_autocast = attention(*inputs)
-    assert torch.equal(plain.dq, under_autocast.dq)
 
 
 def test_a_compiled_model_takes_another_scale(draw, compiled):
@@ -109,16 +95,15 @@ def test_memory_does_not_grow_with_the_square_of_the_sequence(draw):
 X = torch.ones(2, 4, 8, 16)
 
 
-def test_a_scale_of_minus_zero_is_zero(draw):
-    """To the bits: calls that look the same share what is known of them, and these do."""
+def test_a_scale_of_minus_zero_is_zero_and_a_tensor_is_taken_for_its_number(draw):
+    """To the bits: calls that look the same share what is known of them, and these do.
+
+    A tensor without a gradient is a number; to refuse it would break calls that work.
+    """
     inputs = draw(9, head_dim=16, dtype=torch.float32)
     found, wanted = (gradients(sage_attention, *inputs, scale=scale) for scale in (-0.0, 0.0))
     for x, y in zip(found, wanted, strict=True):
         assert torch.equal(x.view(torch.int32), y.view(torch.int32))
-
-
-def test_a_tensor_is_taken_for_its_number_as_scale():
-    """Without a gradient it is one; to refuse it would break calls that work."""
     scale = torch.full((1,), 0.25, requires_grad=True)
     wanted = sage_attention(X, X, X, scale=0.25)
     assert torch.equal(sage_attention(X, X, X, scale=scale.detach()), wanted)
@@ -138,17 +123,17 @@ def test_meta_tensors(kernels):
             assert grad.is_meta
 
 
-@pytest.mark.parametrize(
-    "empty",
-    [
-        {"batch": 0},
-        {"n_q": 0},
-        {"n_kv": 0},
-        {"n_q": 0, "n_kv": 0},
-        {"heads": 0, "kv_heads": 0},
-        {"head_dim": 0},
-    ],
+EMPTY = (
+    {"batch": 0},
+    {"n_q": 0},
+    {"n_kv": 0},
+    {"n_q": 0, "n_kv": 0},
+    {"heads": 0, "kv_heads": 0},
+    {"head_dim": 0},
 )
+
+
+@pytest.mark.parametrize("empty", EMPTY)
 def test_empty_tensors_give_what_torch_gives(empty):
     size = {"batch": 2, "heads": 4, "kv_heads": 2, "n_q": 5, "n_kv": 7, "head_dim": 8, **empty}
     q = torch.ones(size["batch"], size["heads"], size["n_q"], size["head_dim"])

@@ -3,7 +3,7 @@
 import re
 import warnings
 from dataclasses import fields, replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
@@ -27,15 +27,13 @@ def call(gpu=H200, config=DEFAULT_CONFIG, head_dim=64, dtype=torch.bfloat16):
     return Call(device, gpu, dtype, head_dim, config)
 
 
+HALF = torch.ones(1, 2, 8, 64).half()
 #: Row scales in tiles that the Ampere kernels have and the Hopper kernels do not.
 OTHER_TILES = SageConfig(block_q=128, block_kv=64)
-#: Those that have Hopper kernels above head size 128.
-PRESETS_OF_LARGE_HEADS = (
-    DEFAULT_CONFIG, SageConfig.low_bias(), SageConfig.consistent(), SageConfig.strictly_causal()
-)  # fmt: skip
-
 # --- The rules ---------------------------------------------------------------------------------------------
 
+#: Products that may be in 16 bits there, and that may not.
+ON_HOPPER, IN_TRITON = ("o", "dv", "dq", "o dv", "o dv dq", "o dv dq dk"), ("s_fwd", "s_bwd", "dk", "dq dk")
 #: For every setting other values than the default, and the kernels that run it on a Hopper GPU.
 OTHER_SETTINGS = {
     "smooth_k": [(False, "hopper")],
@@ -48,14 +46,11 @@ OTHER_SETTINGS = {
         (PAPER_INT8_MATMULS[::-1], "hopper"),  # the order says nothing
         ((*PAPER_INT8_MATMULS, "dp"), "triton"),
         ((), "triton"),
+        *((without_int8(*names.split()).int8_matmuls, "hopper") for names in ON_HOPPER),
         *(
-            (without_int8(name).int8_matmuls, "hopper" if name in ("o", "dv", "dq") else "triton")
-            for name in PAPER_INT8_MATMULS
+            (without_int8(*names.split()).int8_matmuls, "triton")
+            for names in ("s_fwd", "s_bwd", "dk", "dq dk")
         ),
-        (without_int8("o", "dv").int8_matmuls, "hopper"),
-        (without_int8("o", "dv", "dq").int8_matmuls, "hopper"),
-        (without_int8("dq", "dk").int8_matmuls, "triton"),
-        (without_int8("o", "dv", "dq", "dk").int8_matmuls, "hopper"),
     ],
     "dp_fp16_accumulation": [(True, "ampere")],
     "compensate_o": [],  # needs an O in 16 bit, see below
@@ -76,43 +71,25 @@ def test_every_setting_has_its_kernels():
         assert explain_call(call(config=config)).kernels == "hopper"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-@pytest.mark.parametrize("head_dim", [32, 40, 64, 128, 136, 256])
-def test_every_preset_runs_on_every_gpu_since_ampere(name, head_dim):
-    found = dispatch.architectures(PRESETS[name], head_dim)
-    kernels = {device: own.kernels for device, own in found.items()}
-    only_up_to_128 = ("paper", "consistent")
-    has_ampere = name != "int8_scores" and not (head_dim > 128 and name in only_up_to_128)
-    since_ampere = dict.fromkeys(
-        ("8.0", "8.6", "8.9", "10.0", "10.3", "12.0"), "ampere" if has_ampere else "triton"
-    )
-    has_hopper = 40 <= head_dim <= 128 or (head_dim > 128 and PRESETS[name] in PRESETS_OF_LARGE_HEADS)
-    hopper = "hopper" if has_hopper else "ampere" if has_ampere else "triton"
-    assert kernels == {"7.5": "none", "9.0": hopper, "CPU": "reference"} | since_ampere
-    for device, own in found.items():
-        faster = dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(own.kernels)]
-        assert (*own.reasons,) == faster
-        assert all(own.reasons.values())
-        if device in since_ampere:
-            assert f"has compute capability {device}, not 9.0 (Hopper)" in own.reasons["hopper"]
-
-
 @pytest.mark.parametrize("capability", dispatch.ARCHITECTURES)
 def test_what_is_explained_is_what_runs_on_every_architecture(capability, choose):
-    """Every preset; also that what is chosen can be asked for."""
+    """Every preset; what is chosen can be asked for. What it is, is a table of docs/, which is tested."""
     gpu = dispatch.ARCHITECTURES[capability]
     assert capability == "{}.{}".format(*gpu.capability)
     for config, head_dim in product(PRESETS.values(), (32, 64, 256)):
-        settings = {"head_dim": head_dim}
-        told = explain_call(call(gpu, config, **settings)).kernels
+        found = explain_call(call(gpu, config, head_dim))
+        told = found.kernels
+        assert (*found.reasons,) == dispatch.KERNEL_SETS[: [*dispatch.KERNEL_SETS, "none"].index(told)]
+        assert all(found.reasons.values())
         if told == "none":
             with pytest.raises(NotImplementedError, match="a Turing GPU has no kernels"):
-                choose(gpu, config, **settings)
+                choose(gpu, config, head_dim=head_dim)
             continue
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of settings that cost the fastest kernels, see below
-            assert choose(gpu, config, **settings) == told
-        assert choose(gpu, config, kernels=told, **settings) == told
+        if capability != "9.0":
+            assert f"has compute capability {capability}, not 9.0 (Hopper)" in found.reasons["hopper"]
+        with warnings.catch_warnings(action="ignore"):  # of settings that cost the fastest kernels, see below
+            assert choose(gpu, config, head_dim=head_dim) == told
+        assert choose(gpu, config, kernels=told, head_dim=head_dim) == told
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -187,13 +164,11 @@ def test_what_is_in_the_way_is_named(choose, kernels, gpu, config, head_dim, wor
 )  # fmt: skip
 def test_explain_knows_gpus_that_are_not_here(device, capability):
     """As the driver names them."""
-    q = torch.ones(1, 2, 8, 64, dtype=torch.bfloat16)
-    found = sagebwd.explain(q, config=SageConfig(smooth_q=True), device=device)
-    assert found.kernels == ("triton" if capability >= (8, 0) else "none")
+    fastest = {(9, 0): "hopper", (7, 5): "none"}.get(capability, "ampere")
+    of_any = "triton" if capability >= (8, 0) else "none"
+    assert sagebwd.explain(HALF, device=device).kernels == fastest
+    assert sagebwd.explain(HALF, config=SageConfig(smooth_q=True), device=device).kernels == of_any
     assert dispatch.hypothetical_gpu(device).capability == capability
-    assert sagebwd.explain(q, device=device).kernels == {(9, 0): "hopper", (7, 5): "none"}.get(
-        capability, "ampere"
-    )
 
 
 def test_explain_looks_at_the_dtype_of_autocast_and_at_the_name(monkeypatch):
@@ -208,21 +183,6 @@ def test_explain_looks_at_the_dtype_of_autocast_and_at_the_name(monkeypatch):
     assert sagebwd.explain(q, device="H200").kernels == "hopper"
     with pytest.raises(ValueError, match=r"device is 'MI300X'.* pass that, such as \(9, 0\)"):
         sagebwd.explain(q, device="MI300X")
-
-
-def test_the_table_covers_presets_and_head_sizes():
-    rows = dispatch.table()
-    assert {row.preset for row in rows} == {*PRESETS}
-    for preset in PRESETS:
-        sizes = [row.head_dims for row in rows if row.preset == preset]
-        assert sizes[0][0] == 8
-        assert sizes[-1][1] == 256
-        assert all(stop + 8 == start for (_, stop), (start, _) in pairwise(sizes))
-    assert all([*row.kernels] == [*dispatch.ARCHITECTURES, "CPU"] for row in rows)
-    (row,) = (row for row in rows if row.preset == "default" and row.head_dims == (40, 256))
-    assert [row.kernels[name] for name in ("7.5", "8.9", "9.0", "CPU")] == [
-        "none", "ampere", "hopper", "reference",
-    ]  # fmt: skip
 
 
 # --- The choice --------------------------------------------------------------------------------------------
@@ -250,34 +210,33 @@ def choose(monkeypatch):
 def test_where_int8_is_slow_a_call_runs_and_says_once_what_to_use(choose, name, capability, why):
     message = rf"{name} .*{why}.*: use cuDNN's attention or FlashAttention-4, in full precision"
     for config in (DEFAULT_CONFIG, SageConfig.low_bias()):
-        assert re.search(
-            message, str(sagebwd.explain(torch.ones(1, 2, 8, 64).half(), config=config, device=name))
-        )
+        assert re.search(message, str(sagebwd.explain(HALF, config=config, device=name)))
     with pytest.warns(UserWarning, match=message):
         assert choose(GPU(name, capability)) == "ampere"
     assert choose(GPU(name, capability), SageConfig.low_bias()) == "ampere"  # a second warning is an error
 
 
-def test_a_setting_that_costs_the_fastest_kernels_warns_once(choose):
-    message = r"triton .* than the hopper kernels .*operand_scales is 'token' \(set operand_scales='block'\)"
-    config = without_int8("dv", operand_scales="token")
-    with pytest.warns(UserWarning, match=message):
-        assert choose(config=config) == "triton"
-    assert choose(config=config) == "triton"  # a second warning would be an error
-    assert choose(config=replace(config, smooth_v=True)) == "triton"
-    assert choose(config=SageConfig(granularity="block"), kernels="triton") == "triton"  # as was asked for
-    with pytest.warns(UserWarning, match="granularity"):
-        choose(config=SageConfig(granularity="block"))
-    with pytest.warns(UserWarning, match="the ampere kernels, slower than the hopper .* block_q is 128"):
-        assert choose(config=OTHER_TILES) == "ampere"
-
-
-@pytest.mark.parametrize("gpu", [H200, RTX_4090], ids=str)
-def test_a_gpu_without_a_compiler_warns_once(choose, gpu):
-    gpu = gpu._replace(no_cuda_kernels="NVRTC cannot be loaded; install it")
-    with pytest.warns(UserWarning, match=r"on this GPU: NVRTC cannot be loaded \(install it\)"):
-        assert choose(gpu) == "triton"
-    assert choose(gpu) == "triton"
+def test_what_costs_the_fastest_kernels_is_warned_of_once(choose):
+    tokens, blocks = without_int8("dv", operand_scales="token"), SageConfig(granularity="block")
+    assert choose(config=blocks, kernels="triton") == "triton"  # as was asked for
+    costs = [
+        (
+            H200,
+            tokens,
+            "triton",
+            r"than the hopper kernels .*operand_scales is 'token' \(set operand_scales=",
+        ),
+        (H200, blocks, "triton", "granularity"),
+        (H200, OTHER_TILES, "ampere", "the ampere kernels, slower than the hopper .* block_q is 128"),
+    ]
+    for gpu in (H200, RTX_4090):
+        gpu = gpu._replace(no_cuda_kernels=f"{gpu.name} has no NVRTC; install it")
+        costs.append((gpu, DEFAULT_CONFIG, "triton", r"on this GPU: .* has no NVRTC \(install it\)"))
+    for gpu, config, kernels, message in costs:
+        with pytest.warns(UserWarning, match=message):
+            assert choose(gpu, config) == kernels
+        assert choose(gpu, config) == kernels  # a second warning would be an error
+    assert choose(config=replace(tokens, smooth_v=True)) == "triton"
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (12, 0)])
@@ -302,10 +261,8 @@ def test_without_a_gpu_a_program_gets_kernels_that_run_on_any(choose):
 
 
 def test_a_kernel_set_that_is_asked_for_runs(choose):
-    for gpu, name in product((A100, H200), {*PRESETS} - {"int8_scores"}):
-        assert choose(gpu, PRESETS[name], kernels="ampere") == "ampere"
-    for head_dim in (8, 256):
-        assert choose(A100, head_dim=head_dim, kernels="ampere") == "ampere"
+    for name, head_dim in ((name, n) for name in {*PRESETS} - {"int8_scores"} for n in (8, 64)):
+        assert choose(H200, PRESETS[name], head_dim=head_dim, kernels="ampere") == "ampere"
     for wrong in ("cuda", ["triton"]):
         with pytest.raises(ValueError, match="use one of 'hopper', 'ampere', 'triton', 'ref"):
             choose(kernels=wrong)
@@ -328,10 +285,8 @@ def test_what_no_kernels_run_names_the_fix(choose):
 
 def test_triton_is_needed_only_where_it_is_chosen(choose, monkeypatch):
     monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
-    assert choose() == "hopper"
-    assert choose(A100) == "ampere"
-    message = 'install triton, or pass kernels="ampere" to run it, or pass kernels="reference"'
-    with pytest.raises(NotImplementedError, match=message):
+    assert (choose(), choose(A100)) == ("hopper", "ampere")
+    with pytest.raises(NotImplementedError, match=r'triton, or pass kernels="ampere" .* kernels="reference"'):
         choose(dispatch.ABSENT_GPU)
     with pytest.raises(NotImplementedError, match='install triton, or pass kernels="reference"'):
         choose(A100, SageConfig(block_q=32, block_kv=32))
@@ -358,16 +313,14 @@ def test_fakes_ask_no_driver(no_driver, kernels, pack):
         q = torch.empty(2, 4, 100, 64, dtype=torch.bfloat16, device="cuda")
         k = torch.empty(2, 2, 130, 64, dtype=torch.bfloat16, device="cuda")
         options = (None, None, -1, 0, 0.125, encode(SageConfig.consistent()), kernels)
-        out, lse, k_mean, out_residual, packed_q, packed_kv = torch.ops.sagebwd.forward(
-            q, k, k, *options, pack
-        )
+        saved = torch.ops.sagebwd.forward(q, k, k, *options, pack)
+        out, lse, k_mean, out_residual, packed_q, packed_kv = saved
         assert out.shape == out_residual.shape == q.shape
         assert lse.shape == q.shape[:-1]
         assert k_mean.shape == (2, 2, 64)
         packs = pack and kernels not in ("triton", "reference")
         assert packed_q.shape == ((2 * 4 * 2, 64 * 64 + 16) if packs else (0,))
         assert packed_kv.shape == ((2 * 2 * 2, 128 * 64 + 16) if packs else (0,))  # V is read where it is
-        saved = (out, lse, k_mean, out_residual, packed_q, packed_kv)
         dq, dk, dv = torch.ops.sagebwd.backward(q, q, k, k, 2, 130, *saved, *options)
         assert dq.shape == q.shape
         assert dk.shape == dv.shape == k.shape

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 
-import pytest
 import torch
 
 from sagebwd import sage_attention
@@ -21,30 +20,27 @@ def run_python(code):
 
 def test_importing_registers_the_operators_and_the_reference_imports_no_kernels():
     """CPU tensors run Triton's kernels in its interpreter alone, and that was not asked for."""
-    printed = run_python(
-        "import sys, torch\n"
-        "before = set(sys.modules)\n"
-        "import sagebwd\n"
-        "print(sorted(set(sys.modules) - before))\n"
-        "assert torch.ops.sagebwd.forward and torch.ops.sagebwd.backward\n"
-        "print(torch.cuda.is_initialized())\n"
-        "q = torch.ones(1, 1, 40, 32, dtype=torch.float16, requires_grad=True)\n"
-        "out = sagebwd.sage_attention(q, q, q)\n"
-        "out.sum().backward()\n"
-        "print([name for name in ('triton', 'torch._dynamo') if name in sys.modules])\n"
-        "print(out.sum().item())\n"
-        "try:\n"
-        "    sagebwd.sage_attention(q, q, q, kernels='triton')\n"
-        "except ValueError as error:\n"
-        "    print(error)\n"
-    )
-    modules, is_initialized, not_needed, total, message = printed.splitlines()
-    assert "sagebwd.attention" in modules
-    for name in ("triton", "hopper", "torch", "cuda"):
-        assert name not in modules
-    assert (is_initialized, not_needed) == ("False", "[]")
-    assert float(total) == pytest.approx(40 * 32, rel=1e-2)
-    assert message.startswith('the tensors are on the CPU; move them to a GPU, or pass kernels="reference"')
+    run_python("""
+import sys, torch
+before = set(sys.modules)
+import sagebwd
+new = " ".join(set(sys.modules) - before)
+assert "sagebwd.attention" in new
+assert not [name for name in ("triton", "hopper", "torch", "cuda") if name in new], new
+assert torch.ops.sagebwd.forward and torch.ops.sagebwd.backward
+assert not torch.cuda.is_initialized()
+q = torch.ones(1, 1, 40, 32, dtype=torch.float16, requires_grad=True)
+out = sagebwd.sage_attention(q, q, q)
+out.sum().backward()
+assert not {"triton", "torch._dynamo"} & set(sys.modules)
+assert abs(out.sum().item() - 40 * 32) < 12, out.sum()
+try:
+    sagebwd.sage_attention(q, q, q, kernels="triton")
+except ValueError as error:
+    assert 'the tensors are on the CPU; move them to a GPU, or pass kernels="reference"' in str(error), error
+else:
+    raise AssertionError
+""")
 
 
 def test_without_triton_and_cuda_it_computes_and_runs_what_was_exported_here(tmp_path):
@@ -56,18 +52,15 @@ def test_without_triton_and_cuda_it_computes_and_runs_what_was_exported_here(tmp
 
     q, mask = torch.ones(1, 2, 40, 16), torch.arange(40)[None] < 30
     torch.export.save(torch.export.export(Attention(), (q, mask), strict=False), tmp_path / "program.pt2")
-    printed = run_python(
-        "import sys\n"
-        "sys.modules['triton'] = sys.modules['cuda.bindings'] = None  # to import it is an error now\n"
-        "import sagebwd, torch\n"
-        "q = torch.ones(1, 2, 40, 16)\n"
-        "print(sagebwd.sage_attention(q, q, q).sum().item())\n"
-        f"program = torch.export.load({str(tmp_path / 'program.pt2')!r}).module()\n"
-        "print(program(q, torch.arange(40)[None] < 30).sum().item())\n"
-        "from sagebwd.kernels.cuda.compile import why_no_compiler\n"
-        "print(why_no_compiler())\n"
-    )
-    total, of_program, reason = printed.splitlines()
-    assert float(total) == pytest.approx(2 * 40 * 16, rel=1e-2)
-    assert float(of_program) == pytest.approx(2 * 30 * 16, rel=1e-2)
-    assert "install cuda-bindings" in reason
+    path = str(tmp_path / "program.pt2")
+    run_python(f"""
+import sys
+sys.modules["triton"] = sys.modules["cuda.bindings"] = None  # to import it is an error now
+import sagebwd, torch
+from sagebwd.kernels.cuda.compile import why_no_compiler
+q = torch.ones(1, 2, 40, 16)
+assert abs(sagebwd.sage_attention(q, q, q).sum().item() - 2 * 40 * 16) < 12
+program = torch.export.load({path!r}).module()
+assert abs(program(q, torch.arange(40)[None] < 30).sum().item() - 2 * 30 * 16) < 9
+assert "install cuda-bindings" in why_no_compiler()
+""")

@@ -85,26 +85,22 @@ def test_gradients_err_by_a_tenth_at_the_largest_logit(preset):
 def test_large_logits_are_warned_of_once():
     """Under smoothing those of K without its mean; where S is in 16 bit none are."""
     q, k, v, _ = draw_for(1.3 * usage.LARGEST_LOGIT)
-    with pytest.warns(UserWarning, match=r"^here: logits reach \d\d, .*diagnose"):
-        usage.counted_attention("here", q, k, v, config=SageConfig())
-    with pytest.warns(UserWarning, match="there: logits reach"):
-        usage.counted_attention("there", q, k, v, config=SageConfig())
+    default, attend = SageConfig(), usage.counted_attention
     compiled = torch.compile(
-        lambda *x: usage.counted_attention("compiled", *x, config=SageConfig()),
-        fullgraph=True,
-        backend="eager",
+        lambda *x: attend("compiled", *x, config=default), fullgraph=True, backend="eager"
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        usage.counted_attention("here", q, k, v, config=SageConfig())
-        usage.counted_attention("16-bit S", q, k, v, config=S_AND_O_IN_16_BIT)
-        usage.counted_attention("halved", q / 2, k, v, config=SageConfig())
-        usage.counted_attention("scaled", q, k, v, config=SageConfig(), scale=0.01)
-        usage.counted_attention("smoothed", q / 2, k + 50, v, config=SageConfig())
+    for name in ("here", "there"):
+        with pytest.warns(UserWarning, match=rf"^{name}: logits reach \d\d, .*diagnose"):
+            attend(name, q, k, v, config=default)
+    with warnings.catch_warnings(action="error"):
+        attend("here", q, k, v, config=default)
+        attend("16-bit S", q, k, v, config=S_AND_O_IN_16_BIT)
+        attend("halved", q / 2, k, v, config=default)
+        attend("scaled", q, k, v, config=default, scale=0.01)
+        attend("smoothed", q / 2, k + 50, v, config=default)
         compiled(q, k, v)
-    unsmoothed = SageConfig.strictly_causal()
     with pytest.warns(UserWarning, match=r"unsmoothed: logits reach \d\d\d"):
-        usage.counted_attention("unsmoothed", q / 2, k + 50, v, config=unsmoothed)
+        attend("unsmoothed", q / 2, k + 50, v, config=SageConfig.strictly_causal())
 
 
 def test_only_the_first_calls_are_looked_at(monkeypatch):
@@ -112,6 +108,5 @@ def test_only_the_first_calls_are_looked_at(monkeypatch):
     monkeypatch.setattr(usage, "LOOKS", 2)
     for _ in range(2):
         usage.counted_attention("here", q / 4, k, v, config=SageConfig())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         usage.counted_attention("here", q, k, v, config=SageConfig())

@@ -3,6 +3,7 @@
 Importing this registers "sagebwd" and "sagebwd_exact", and each with a fallback.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,22 +48,14 @@ class Family(NamedTuple):
     sizes: dict[str, Any]
 
 
-def _image(**others: Any) -> dict[str, Any]:
-    """Two latent images of 8 × 8 with a text."""
-    return _latent(8, 8) | others
+def _latent(*size: int, **others: Any) -> dict[str, Any]:
+    """Two latent images, or videos, of this size with a text."""
+    hidden, text = torch.randn(2, 4, *size), torch.randn(2, TEXT, 24)
+    timestep = torch.tensor([3, 500])
+    return {"hidden_states": hidden, "encoder_hidden_states": text, "timestep": timestep} | others
 
 
-def _video(**others: Any) -> dict[str, Any]:
-    """Two latent videos of 3 frames of 8 × 8 with a text."""
-    return _latent(3, 8, 8) | others
-
-
-def _latent(*size: int) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(2, 4, *size),
-        "encoder_hidden_states": torch.randn(2, TEXT, 24),
-        "timestep": torch.tensor([3, 500]),
-    }
+_image, _video = functools.partial(_latent, 8, 8), functools.partial(_latent, 3, 8, 8)
 
 
 def _mask(dtype: torch.dtype = torch.bool) -> Tensor:
@@ -70,11 +63,6 @@ def _mask(dtype: torch.dtype = torch.bool) -> Tensor:
     mask = torch.ones(2, TEXT, dtype=dtype)
     mask[1, -PADDING:] = 0
     return mask
-
-
-def _ones() -> Tensor:
-    """The mask as integers."""
-    return _mask(torch.int64)
 
 
 def _pooled() -> Tensor:
@@ -104,17 +92,8 @@ def _chroma() -> dict[str, Any]:
 
 
 def _ltx() -> dict[str, Any]:
-    return _video(
-        hidden_states=torch.randn(2, 3 * 5 * 7, 4),
-        encoder_attention_mask=_mask(torch.float32),
-        num_frames=3,
-        height=5,
-        width=7,
-    )
-
-
-def _cogvideox() -> dict[str, Any]:
-    return _video(hidden_states=torch.randn(2, 5, 4, 8, 8))
+    sizes, mask = {"num_frames": 3, "height": 5, "width": 7}, _mask(torch.float32)
+    return _video(hidden_states=torch.randn(2, 3 * 5 * 7, 4), encoder_attention_mask=mask, **sizes)
 
 
 def _unet() -> dict[str, Any]:
@@ -122,37 +101,30 @@ def _unet() -> dict[str, Any]:
     return {"sample": inputs.pop("hidden_states")} | inputs
 
 
+def _cogvideox() -> dict[str, Any]:
+    return _video(hidden_states=torch.randn(2, 5, 4, 8, 8))
+
+
 def _z_image() -> dict[str, Any]:
-    return {
-        "x": [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 12)],
-        "t": torch.tensor([0.003, 0.5]),
-        "cap_feats": [torch.randn(TEXT, 24), torch.randn(TEXT - PADDING, 24)],
-    }
+    images = [torch.randn(4, 1, 8, n) for n in (8, 12)]
+    texts = [torch.randn(n, 24) for n in (TEXT, TEXT - PADDING)]
+    return {"x": images, "t": torch.tensor([0.003, 0.5]), "cap_feats": texts}
 
 
 def _kandinsky() -> dict[str, Any]:
-    return _video(
-        hidden_states=torch.randn(2, 3, 8, 8, 4),
-        pooled_projections=_pooled(),
-        visual_rope_pos=[torch.arange(n) for n in (3, 4, 4)],
-        text_rope_pos=torch.arange(TEXT),
-    )
+    where = {"visual_rope_pos": [torch.arange(n) for n in (3, 4, 4)], "text_rope_pos": torch.arange(TEXT)}
+    return _video(hidden_states=torch.randn(2, 3, 8, 8, 4), pooled_projections=_pooled(), **where)
 
 
 def _cogview() -> dict[str, Any]:
-    sizes = {name: torch.tensor([[8, 8]] * 2) for name in ("original_size", "target_size", "crop_coords")}
-    return _image(**sizes)
+    return _image(**{x: torch.tensor([[8, 8]] * 2) for x in ("original_size", "target_size", "crop_coords")})
 
 
 def _ace_step() -> dict[str, Any]:
     """Two latent sounds of 60 frames with a text."""
-    return {
-        "hidden_states": torch.randn(2, 60, 4),
-        "context_latents": torch.randn(2, 60, 8),
-        "encoder_hidden_states": torch.randn(2, TEXT, 32),
-        "timestep": torch.tensor([0.003, 0.5]),
-        "timestep_r": torch.tensor([0.003, 0.5]),
-    }
+    shapes = {"hidden_states": (60, 4), "context_latents": (60, 8), "encoder_hidden_states": (TEXT, 32)}
+    times = dict.fromkeys(("timestep", "timestep_r"), torch.tensor([0.003, 0.5]))
+    return {name: torch.randn(2, *shape) for name, shape in shapes.items()} | times
 
 
 ONE_OF_EACH = {"num_mmdit_layers": 1, "num_single_dit_layers": 1}
@@ -178,47 +150,38 @@ ACE_STEP = {
 PIXART = {"use_additional_conditions": False, "out_channels": 8, "norm_num_groups": 1}
 SANA = {"num_cross_attention_heads": 2, "cross_attention_head_dim": 16}
 
+CHROMA = {"approximator_num_channels": 16, "approximator_hidden_dim": 16, "approximator_layers": 1}
+BRIA = {"axes_dims_rope": [4, 6, 6], "pooled_projection_dim": None}
+FLUX_2 = {"axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16}
+COGVIEW = {"condition_dim": 4, "rope_axes_dim": (8, 8)}
+
+
+def _masked(make: Callable[..., dict[str, Any]], dtype: torch.dtype = torch.bool, **others: Any):
+    return lambda: make(encoder_attention_mask=_mask(dtype), **{name: x() for name, x in others.items()})
+
+
 _FAMILIES = (
     Family("Flux", "FluxTransformer2DModel", lambda: _flux(pooled_projections=_pooled()), {}),
-    Family(
-        "Flux 2",
-        "Flux2Transformer2DModel",
-        lambda: _flux(4),
-        {"axes_dims_rope": (4, 4, 4, 4), "timestep_guidance_channels": 16},
-    ),
-    Family(
-        "Chroma",
-        "ChromaTransformer2DModel",
-        _chroma,
-        {"approximator_num_channels": 16, "approximator_hidden_dim": 16, "approximator_layers": 1},
-    ),
-    Family(
-        "Bria", "BriaTransformer2DModel", _flux, {"axes_dims_rope": [4, 6, 6], "pooled_projection_dim": None}
-    ),
+    Family("Flux 2", "Flux2Transformer2DModel", lambda: _flux(4), FLUX_2),
+    Family("Chroma", "ChromaTransformer2DModel", _chroma, CHROMA),
+    Family("Bria", "BriaTransformer2DModel", _flux, BRIA),
     Family("Qwen-Image", "QwenImageTransformer2DModel", _qwen_image, {"patch_size": 1}),
     Family("Z-Image", "ZImageTransformer2DModel", _z_image, {"dim": 32, "cap_feat_dim": 24}),
     Family("Wan", "WanTransformer3DModel", _video, {}),
     Family("SkyReels-V2", "SkyReelsV2Transformer3DModel", _video, {}),
-    Family(
-        "HunyuanVideo",
-        "HunyuanVideoTransformer3DModel",
-        lambda: _video(encoder_attention_mask=_mask(), pooled_projections=_pooled()),
-        {},
-    ),
+    Family("HunyuanVideo", "HunyuanVideoTransformer3DModel", _masked(_video, pooled_projections=_pooled), {}),
     Family("LTX-Video", "LTXVideoTransformer3DModel", _ltx, {}),
     Family("ACE-Step", "AceStepTransformer1DModel", _ace_step, ACE_STEP),
     Family("Kandinsky 5", "Kandinsky5Transformer3DModel", _kandinsky, KANDINSKY),
-    Family("Mochi", "MochiTransformer3DModel", lambda: _video(encoder_attention_mask=_mask()), {}),
+    Family("Mochi", "MochiTransformer3DModel", _masked(_video), {}),
     Family("CogVideoX", "CogVideoXTransformer3DModel", _cogvideox, COGVIDEOX),
-    Family("Allegro", "AllegroTransformer3DModel", lambda: _video(encoder_attention_mask=_ones()), {}),
-    Family(
-        "CogView 4", "CogView4Transformer2DModel", _cogview, {"condition_dim": 4, "rope_axes_dim": (8, 8)}
-    ),
-    Family("Lumina 2", "Lumina2Transformer2DModel", lambda: _image(encoder_attention_mask=_mask()), LUMINA),
+    Family("Allegro", "AllegroTransformer3DModel", _masked(_video, torch.int64), {}),
+    Family("CogView 4", "CogView4Transformer2DModel", _cogview, COGVIEW),
+    Family("Lumina 2", "Lumina2Transformer2DModel", _masked(_image), LUMINA),
     Family("SD 3", "SD3Transformer2DModel", lambda: _image(pooled_projections=_pooled()), {}),
     Family("AuraFlow", "AuraFlowTransformer2DModel", _image, ONE_OF_EACH),
-    Family("PixArt", "PixArtTransformer2DModel", lambda: _image(encoder_attention_mask=_ones()), PIXART),
-    Family("Sana", "SanaTransformer2DModel", lambda: _image(encoder_attention_mask=_ones()), SANA),
+    Family("PixArt", "PixArtTransformer2DModel", _masked(_image, torch.int64), PIXART),
+    Family("Sana", "SanaTransformer2DModel", _masked(_image, torch.int64), SANA),
     Family("Stable Diffusion, SDXL", "UNet2DConditionModel", _unet, UNET),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}

@@ -67,16 +67,12 @@ def hidden_keys(dtype: torch.dtype) -> Tensor:
     return visible if dtype == torch.bool else torch.where(visible, 0.0, -10_000.0).to(dtype)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expand"),
-    [
-        (torch.bool, lambda mask: mask),
-        (torch.float32, lambda mask: mask[:, None, None].expand(2, 4, 13, 19)),
-        (torch.bool, lambda mask: mask[:, None, None].repeat(1, 4, 1, 1)),
-        (torch.float32, lambda mask: mask[:, None, None].repeat(1, 4, 1, 1)),
-    ],
-    ids=["keys", "expanded", "repeated for heads", "additive, repeated for heads"],
-)
+def for_heads(mask: Tensor) -> Tensor:
+    return mask[:, None, None].repeat(1, 4, 1, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+@pytest.mark.parametrize("expand", [lambda x: x, lambda x: x[:, None, None].expand(2, 4, 13, 19), for_heads])
 def test_masks_of_keys(dtype, expand):
     """diffusers' varlen backends keep the first keys of a row, as many as the mask shows, instead."""
     found = assert_as_native(*inputs(), attn_mask=expand(hidden_keys(dtype)))
@@ -85,7 +81,7 @@ def test_masks_of_keys(dtype, expand):
 
 
 def test_masks_that_differ_between_heads_are_refused():
-    mask = hidden_keys(torch.bool)[:, None, None].repeat(1, 4, 1, 1)
+    mask = for_heads(hidden_keys(torch.bool))
     mask[0, 2, 0, 3] = False
     with pytest.raises(NotImplementedError, match=r"more than hide keys; .*values other than 0"):
         dispatch_attention_fn(*inputs(), backend="sagebwd", attn_mask=mask)
@@ -100,11 +96,8 @@ def test_values_may_have_another_width():
     assert_as_native(q, k, torch.randn(2, 19, 4, 24, requires_grad=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("window", torch.bool), ("hidden queries", torch.float32), ("last queries", torch.bool)],
-)
-def test_masks_of_each_query_that_sagebwd_computes(name, dtype):
+@pytest.mark.parametrize("name", ["window", "hidden queries", "last queries"])
+def test_masks_of_each_query_that_sagebwd_computes(name):
     """The window of ACE-Step, Chroma's mask that hides queries as well, and causal after earlier keys."""
     n_q = 13 if name == "last queries" else 19
     distance = torch.arange(19) - torch.arange(19 - n_q, 19)[:, None]
@@ -115,7 +108,7 @@ def test_masks_of_each_query_that_sagebwd_computes(name, dtype):
         "last queries": distance <= 0,
     }[name]
     seen = mask.any(-1).expand(2, 1, n_q).transpose(1, 2)[..., None] if name == "hidden queries" else 1
-    mask = mask if dtype == torch.bool else torch.where(mask, 0.0, -10_000.0)
+    mask = torch.where(mask, 0.0, -10_000.0) if name == "hidden queries" else mask
     q, k, v = inputs(tokens=(n_q, 19))
     results = []
     for backend in ("sagebwd_exact", "native"):
@@ -142,7 +135,6 @@ def test_every_argument_of_diffusers_own_backends_is_named():
         ({"attention_kwargs": {"return_attn_probs": True}}, "does not compute the weights of the attention"),
         ({"attn_mask": torch.eye(13, 19, dtype=torch.bool)}, "hide keys; call .* may differ between heads"),
     ],
-    ids=["dropout", "parallel", "window", "softcap", "weights", "mask"],
 )
 def test_what_is_not_computed_is_refused(arguments, message):
     with pytest.raises(NotImplementedError, match=message):
@@ -158,7 +150,7 @@ def test_it_compiles_without_a_graph_break(compiled):
 def test_on_a_gpu_the_kernels_compute_it():
     q, k, v = (x.detach().cuda().bfloat16().requires_grad_() for x in inputs())
     mask = hidden_keys(torch.bool).cuda()
-    for arguments in ({}, {"attn_mask": mask}, {"attn_mask": mask[:, None, None].repeat(1, 4, 1, 1)}):
+    for arguments in ({}, {"attn_mask": mask}, {"attn_mask": for_heads(mask)}):
         out = dispatch_attention_fn(q, k, v, backend="sagebwd", **arguments)
         truth = dispatch_attention_fn(q.float(), k.float(), v.float(), backend="native", **arguments)
         gradients = torch.autograd.grad(out.sum(), (q, k, v))
@@ -260,10 +252,7 @@ def test_the_code_of_a_processor_tells(processor, reason):
 
 def test_a_layer_without_a_processor_is_found_too():
     found = find_bypasses(nn.ModuleDict({"a": ByHand(), "b": nn.MultiheadAttention(8, 2), "c": Gate()}))
-    assert {name: layers for (name, _), layers in found.items()} == {
-        "ByHand": ["a"],
-        "MultiheadAttention": ["b"],
-    }
+    assert {name: x for (name, _), x in found.items()} == {"ByHand": ["a"], "MultiheadAttention": ["b"]}
 
 
 def test_a_processor_without_a_backend_of_its_own_is_named():

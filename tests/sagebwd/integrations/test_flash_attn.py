@@ -24,6 +24,14 @@ def is_seen(n_q: int, n_kv: int, window: tuple[int, int]) -> Tensor:
     return (distance >= -left) & (distance <= right)
 
 
+def seen_in(cuts: list[int], cuts_kv: list[int], n_q: int, n_kv: int, window: tuple[int, int]) -> Tensor:
+    """The same for packed sequences, whose tokens see their own."""
+    seen = torch.zeros(n_q, n_kv, dtype=torch.bool)
+    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
+        seen[a:b, c:d] = is_seen(b - a, d - c, window)
+    return seen
+
+
 def truth_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> tuple[Tensor, Tensor]:
     """Output and lse in float64; flash_attn's shapes (B, N, H, D); zeros where the mask hides all keys."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
@@ -39,9 +47,7 @@ def draw(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def assert_same(
-    found: Tensor, truth: Tensor, leaves: list[Tensor], name: object, bound: float = 1e-5
-) -> None:
+def assert_same(found, truth, leaves, name, bound=1e-5):
     grad_out = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     assert relative_l2(found, truth) < bound, name
     gradients = torch.autograd.grad(found, leaves, grad_out)
@@ -68,14 +74,11 @@ def test_every_window_from_the_bottom_right(lengths):
 def test_packed_sequences(causal, window, is_same):
     """With two tensors: more queries than keys, fewer, none, and tokens before and after all sequences."""
     cuts = [0, 3, 7, 12] if is_same else [1, 4, 8, 11, 11]
-    cuts_kv = cuts if is_same else [2, 6, 8, 12, 13]
+    cuts_kv, n_kv = (cuts, 12) if is_same else ([2, 6, 8, 12, 13], 14)
     boundaries = torch.tensor(cuts, dtype=torch.int32)
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
-    n_kv = 12 if is_same else 14
     leaves = draw((12, 4, 8), (n_kv, 2, 8), (n_kv, 2, 8))
-    mask = torch.zeros(12, n_kv, dtype=torch.bool)
-    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
-        mask[a:b, c:d] = is_seen(b - a, d - c, (window[0], 0) if causal else window)
+    mask = seen_in(cuts, cuts_kv, 12, n_kv, (window[0], 0) if causal else window)
     truth, true_lse = truth_of(*(x[None] for x in leaves), mask, 0.3)
     found, lse, weights = flash_attn.flash_attn_varlen_func(
         *leaves, boundaries, boundaries_kv, 5, 5, softmax_scale=0.3, causal=causal, window_size=window,
@@ -90,11 +93,8 @@ def test_packed_sequences(causal, window, is_same):
 def test_sinks(is_packed):
     """Of queries without keys, too, where lse is the sink."""
     leaves = draw((1, 8, 2, 8), (1, 6, 2, 8), (1, 6, 2, 8), (2,))
-    seen = is_seen(8, 6, (-1, 0))
-    parts = [(8, 6)]
-    if is_packed:
-        parts = [(3, 5), (5, 1)]
-        seen = torch.block_diag(*(is_seen(*lengths, (-1, 0)).int() for lengths in parts)).bool()
+    cuts, cuts_kv = ([0, 3, 8], [0, 5, 6]) if is_packed else ([0, 8], [0, 6])
+    seen = seen_in(cuts, cuts_kv, 8, 6, (-1, 0))
     _, lse = truth_of(*leaves[:3], seen, None)
     q, k, v, sinks = (x.double() for x in leaves)
     logits = torch.einsum("bqhd,bkhd->bhqk", q, k * 8**-0.5).masked_fill(~seen, -torch.inf)
@@ -102,9 +102,8 @@ def test_sinks(is_packed):
     truth = torch.einsum("bhqk,bkhd->bqhd", (logits - lse[..., None]).exp(), v)
     settings = {"causal": True, "return_lse": True, "config": EXACT, "s_aux": leaves[3]}
     if is_packed:
-        cuts, cuts_kv = (torch.tensor([0, *lengths]).cumsum(0) for lengths in zip(*parts, strict=True))
-        inputs = (x[0] for x in leaves[:3])
-        found, found_lse = flash_attn.flash_attn_varlen_func(*inputs, cuts, cuts_kv, 5, 5, **settings)
+        inputs = (*(x[0] for x in leaves[:3]), torch.tensor(cuts), torch.tensor(cuts_kv))
+        found, found_lse = flash_attn.flash_attn_varlen_func(*inputs, 5, 5, **settings)
         found, found_lse = found[None], found_lse[None]
     else:
         found, found_lse = flash_attn.flash_attn_func(*leaves[:3], **settings)
@@ -113,20 +112,20 @@ def test_sinks(is_packed):
 
 
 def test_packed_arguments_are_their_parts():
-    [qkv, q, kv] = draw((2, 6, 3, 2, 8), (2, 6, 4, 8), (2, 9, 2, 2, 8))
-    settings = {"causal": True, "config": EXACT}
-    found = flash_attn.flash_attn_qkvpacked_func(qkv, **settings)
-    assert_same(found, flash_attn.flash_attn_func(*qkv.unbind(2), **settings), [qkv], "qkv")
-    found = flash_attn.flash_attn_kvpacked_func(q, kv, **settings)
-    assert_same(found, flash_attn.flash_attn_func(q, *kv.unbind(2), **settings), [q, kv], "kv")
+    qkv, q, kv = draw((2, 6, 3, 2, 8), (2, 6, 4, 8), (2, 9, 2, 2, 8))
+    one, one_q, one_kv = qkv[0], q[0], kv[0]
     cuts, cuts_kv = torch.tensor([0, 2, 6]), torch.tensor([0, 5, 9])
-    found = flash_attn.flash_attn_varlen_qkvpacked_func(qkv[0], cuts, 4, **settings)
-    truth = flash_attn.flash_attn_varlen_func(*qkv[0].unbind(1), cuts, cuts, 4, 4, **settings)
-    assert_same(found, truth, [qkv], "varlen qkv")
-    cuts = (cuts, cuts_kv, 4, 5)
-    found = flash_attn.flash_attn_varlen_kvpacked_func(q[0], kv[0], *cuts, **settings)
-    truth = flash_attn.flash_attn_varlen_func(q[0], *kv[0].unbind(1), *cuts, **settings)
-    assert_same(found, truth, [q, kv], "varlen kv")
+    same, other = (cuts, cuts, 4, 4), (cuts, cuts_kv, 4, 5)
+    for name, packed, boundaries, parts, lengths in (
+        ("qkvpacked", [qkv], (), qkv.unbind(2), ()),
+        ("kvpacked", [q, kv], (), (q, *kv.unbind(2)), ()),
+        ("varlen_qkvpacked", [one], (cuts, 4), one.unbind(1), same),
+        ("varlen_kvpacked", [one_q, one_kv], other, (one_q, *one_kv.unbind(1)), other),
+    ):
+        plain = flash_attn.flash_attn_varlen_func if lengths else flash_attn.flash_attn_func
+        function = getattr(flash_attn, f"flash_attn_{name}_func")
+        found = function(*packed, *boundaries, causal=True, config=EXACT)
+        assert_same(found, plain(*parts, *lengths, causal=True, config=EXACT), packed, name)
 
 
 def test_packed_sequences_compile_without_a_graph_break(compiled):
@@ -152,6 +151,10 @@ def varlen(cuts=CUTS, cuts_kv=CUTS, inputs=(Q[0], Q[0], Q[0]), **settings):
     return flash_attn.flash_attn_varlen_func(*inputs, cuts, cuts_kv, 5, 5, **settings)
 
 
+#: Boundaries of queries and of keys.
+UNORDERED = (
+    ([0, 4, 3, 5], [0, 1, 2, 5]), ([0, 2, 6], [0, 2, 5]), ([-1, 2, 5], [0, 2, 5]), ([0, 2, 5], [0, 2, 7])
+)  # fmt: skip
 #: What is wrong -> a word of the message that names it.
 BAD_CALLS = {
     "dropout": (lambda: dense(dropout_p=0.1), "dropout_p is 0.1"),
@@ -171,17 +174,12 @@ BAD_CALLS = {
     },
     # Boundaries that cannot be are found on a CPU, where reading them waits for nothing.
     **{
-        f"boundaries {cuts}, {cuts_kv}, {causal}": (
-            lambda cuts=cuts, cuts_kv=cuts_kv, causal=causal: varlen(
-                torch.tensor(cuts), torch.tensor(cuts_kv), causal=causal
-            ),
+        f"boundaries {cuts}, {causal}": (
+            functools.partial(varlen, *map(torch.tensor, cuts), causal=causal),
             "boundaries must start at 0 or later, never decrease",
         )
         for causal in (False, True)
-        for cuts, cuts_kv in (
-            ([0, 4, 3, 5], [0, 1, 2, 5]), ([0, 2, 6], [0, 2, 5]),
-            ([-1, 2, 5], [0, 2, 5]), ([0, 2, 5], [0, 2, 7]),
-        )
+        for cuts in UNORDERED
     },
 }  # fmt: skip
 
@@ -228,9 +226,8 @@ def program():
     found = {}
     flash_attn.install(EXACT)
     exec("from flash_attn import __version__, flash_attn_func, flash_attn_varlen_func", found)
-    exec("from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward", found)
-    exec("from flash_attn.flash_attn_interface import _flash_attn_varlen_forward", found)
-    exec("from flash_attn.flash_attn_interface import _flash_attn_varlen_backward", found)
+    low_level = (f"_flash_attn{kind}_{way}" for kind in ("", "_varlen") for way in ("forward", "backward"))
+    exec(f"from flash_attn.flash_attn_interface import {', '.join(low_level)}", found)
     yield found
     flash_attn.uninstall()
     assert "flash_attn" not in sys.modules

@@ -6,6 +6,7 @@ The calls were read in the programs and written anew, with their arguments, layo
 import importlib
 import inspect
 from importlib.metadata import packages_distributions
+from pkgutil import resolve_name as of
 
 import pytest
 import torch
@@ -61,60 +62,25 @@ def rows():
     return {"cu_seqlens_q": cuts, "cu_seqlens_k": cuts_kv, "max_seqlen_q": N, "max_seqlen_k": N}
 
 
-# --- musubi-tuner and sd-scripts ---------------------------------------------------------------------------
+def varlen(name, qkv, *arguments, by_name=False, **settings):
+    """The result of a library's function, "module:function", for packed sequences."""
+    given = () if by_name else packed(*qkv)
+    named = dict(zip("qkv", packed(*qkv), strict=True)) if by_name else {}
+    return unpacked(of(name)(*given, *arguments, **named, **settings))
 
 
-def musubi_sdpa(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=SHOWN[:, None, None], dropout_p=0.0)
+def dense(name, qkv, *arguments, **settings):
+    return of(name)(*nhd(*qkv), *arguments, **settings).transpose(1, 2)
 
 
-def musubi_flash(q, k, v):
-    from flash_attn.flash_attn_interface import _flash_attn_forward, flash_attn_varlen_func  # noqa: F401
-
-    return unpacked(flash_attn_varlen_func(*packed(q, k, v), PARTS, PARTS, N, N, 0.0))
-
-
-def musubi_sage(q, k, v):
-    from sageattention import sageattn_varlen
-
-    return unpacked(sageattn_varlen(*packed(q, k, v), PARTS, PARTS, N, N))
+def sdpa(q, k, v, mask, **settings):
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
 
 
 def musubi_sage_split(q, k, v):
-    from sageattention import sageattn
-
+    sageattn = of("sageattention:sageattn")
     parts = [sageattn(*(x[i : i + 1, :, :n] for x in (q, k, v))) for i, n in enumerate(SHOWN.sum(1))]
     return torch.cat([F.pad(x, (0, 0, 0, N - x.shape[2])) for x in parts])
-
-
-def musubi_wan_flash(q, k, v):
-    import flash_attn
-
-    return flash_attn.flash_attn_func(
-        *nhd(q, k, v), 0.0, None, False, (-1, -1), deterministic=False
-    ).transpose(1, 2)
-
-
-def musubi_wan_flash3(q, k, v):
-    import flash_attn_interface
-
-    q, k, v = packed(q, k, v)
-    settings = {"seqused_q": None, "seqused_k": None, "softmax_scale": None, "deterministic": False}
-    attend = flash_attn_interface.flash_attn_varlen_func
-    return unpacked(attend(q=q, k=k, v=v, **rows(), **settings, causal=False))
-
-
-def musubi_wan_sage(q, k, v):
-    import sageattention
-
-    q, k, v = packed(q, k, v)
-    return unpacked(sageattention.sageattn_varlen(q=q, k=k, v=v, **rows(), sm_scale=None))
-
-
-def musubi_kandinsky(q, k, v):
-    import sageattention
-
-    return sageattention.sageattn(*nhd(q, k, v), tensor_layout="NHD", is_causal=False).transpose(1, 2)
 
 
 def sd_scripts_flux(q, k, v):
@@ -131,41 +97,9 @@ def sd_scripts_lumina(q, k, v):
 
     _, indices, cuts, longest, _ = unpad_input(q.transpose(1, 2), SHOWN)
     q, k, v = (index_first_axis(x, indices) for x in packed(q, k, v))
-    out = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cuts, cu_seqlens_k=cuts, max_seqlen_q=longest, max_seqlen_k=longest,
-        dropout_p=0.0, causal=False, softmax_scale=D**-0.5,
-    )  # fmt: skip
-    return pad_input(out, indices, B, N).transpose(1, 2)
-
-
-# --- ai-toolkit, diffusion-pipe, DiffSynth-Studio, SimpleTuner, OneTrainer ---------------------------------
-
-
-def ai_toolkit_chroma(q, k, v):
-    """Queries of padding see nothing."""
-    mask = (SHOWN.float()[:, None, :, None] * SHOWN.float()[:, None, None]).bool()
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def ai_toolkit_flux(q, k, v):
-    from sageattention import sageattn
-
-    return sageattn(q, k, v, dropout_p=0.0, is_causal=False)
-
-
-def diffusion_pipe_wan(q, k, v):
-    import flash_attn
-
-    q, k, v = packed(q, k, v)
-    settings = {"dropout_p": 0.0, "softmax_scale": None, "window_size": (-1, -1), "deterministic": False}
-    return unpacked(flash_attn.flash_attn_varlen_func(q=q, k=k, v=v, **rows(), **settings, causal=False))
-
-
-def diffsynth_flash4(q, k, v):
-    from flash_attn.cute import flash_attn_func
-
-    out = flash_attn_func(*nhd(q, k, v), softmax_scale=None, causal=False, window_size=(4, 4))
-    return out[0].transpose(1, 2)
+    settings = {"cu_seqlens_q": cuts, "cu_seqlens_k": cuts, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    settings |= {"dropout_p": 0.0, "causal": False, "softmax_scale": D**-0.5}
+    return pad_input(flash_attn_varlen_func(q, k, v, **settings), indices, B, N).transpose(1, 2)
 
 
 def diffsynth_window(q, k, v):
@@ -176,32 +110,14 @@ def diffsynth_window(q, k, v):
         is_far = DISTANCE[start : start + 4, first:last].abs() > 4
         mask = torch.zeros(is_far.shape).masked_fill(is_far, torch.finfo().min)[None, None]
         around = (x[:, :, first:last] for x in (k, v))
-        parts.append(F.scaled_dot_product_attention(q[:, :, start : start + 4], *around, mask, scale=None))
+        parts.append(sdpa(q[:, :, start : start + 4], *around, mask, scale=None))
     return torch.cat(parts, 2)
 
 
-def simple_tuner(q, k, v):
-    """It puts a function of its own in the place of torch's, which hands on ``is_causal`` alone."""
-    from sageattention import sageattn_qk_int8_pv_fp16_cuda
-
-    return sageattn_qk_int8_pv_fp16_cuda(q, k, v, is_causal=True)
-
-
-def one_trainer(q, k, v):
-    attention_dispatch = pytest.importorskip("diffusers.models.attention_dispatch")
-    out = attention_dispatch.dispatch_attention_fn(*nhd(q, k, v), attn_mask=SHOWN, backend="native")
-    return out.transpose(1, 2)
-
-
-# --- axolotl, LLaMA-Factory, ms-swift, unsloth, modded-nanogpt ---------------------------------------------
-
-
-def axolotl_packed(q, k, v):
-    from sageattention import sageattn_varlen
-
-    q, k, v = packed(q, k, v)
-    settings = {"is_causal": True, "sm_scale": D**-0.5, "smooth_k": False, "tensor_layout": "NHD"}
-    return unpacked(sageattn_varlen(q=q, k=k, v=v, **DOCUMENTS, **settings))
+def one_trainer(*qkv):
+    pytest.importorskip("diffusers")
+    attend = "diffusers.models.attention_dispatch:dispatch_attention_fn"
+    return dense(attend, qkv, attn_mask=SHOWN, backend="native")
 
 
 def axolotl_padded(q, k, v):
@@ -216,78 +132,98 @@ def axolotl_padded(q, k, v):
 
 def transformers_flash(q, k, v):
     """LLaMA-Factory's ``flash_attn: fa2``, ms-swift's ``--attn_impl flash_attn``, without flash_attn."""
-    from kernels import get_kernel
-
-    kernel = get_kernel("kernels-community/flash-attn2", version=4)
+    kernel = of("kernels:get_kernel")("kernels-community/flash-attn2", version=4)
     assert callable(kernel.flash_attn_with_kvcache)
     settings = {"causal": True, "dropout_p": 0.0, "softmax_scale": D**-0.5}
     return unpacked(kernel.flash_attn_varlen_func(*packed(q, k, v), **DOCUMENTS, **settings))
 
 
 def transformers_sdpa(q, k, v):
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    forward, mask = (
+        of("transformers.integrations.sdpa_attention:sdpa_attention_forward"),
+        SEEN["causal, padding"],
+    )
+    return forward(torch.nn.Module(), q, k, v, mask, scaling=D**-0.5)[0].transpose(1, 2)
 
-    mask = SEEN["causal, padding"]
-    return sdpa_attention_forward(torch.nn.Module(), q, k, v, mask, scaling=D**-0.5)[0].transpose(1, 2)
 
-
-def unsloth_flash(q, k, v):
-    from flash_attn import flash_attn_func
-    from flash_attn.flash_attn_interface import flash_attn_gpu  # noqa: F401
+def unsloth_flash(*qkv):
     from transformers.utils.import_utils import _is_package_available
 
+    of("flash_attn.flash_attn_interface:flash_attn_gpu")  # a name that unsloth imports
     assert _is_package_available("flash_attn", return_version=True) == (True, "2.8.3")
     assert packages_distributions()["flash_attn"] == ["flash_attn"]
-    return flash_attn_func(*nhd(q, k, v), causal=True, window_size=(4, 4)).transpose(1, 2)
+    return dense("flash_attn:flash_attn_func", qkv, causal=True, window_size=(4, 4))
 
 
 def unsloth_packed(q, k, v):
     """Without flash_attn and xformers: the sequences of one row, and an additive mask of theirs."""
-    mask = torch.full((N, N), float("-inf")).masked_fill(SEEN["causal, documents"], 0.0)[None, None]
     assert "enable_gqa" in F.scaled_dot_product_attention.__doc__
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=False)
+    mask = torch.full((N, N), float("-inf")).masked_fill(SEEN["causal, documents"], 0.0)[None, None]
+    return sdpa(q, k, v, mask, is_causal=False)
 
 
 def modded_nanogpt(q, k, v):
-    from kernels import get_kernel
-
-    flash_attn_interface = get_kernel("kernels-community/flash-attn3", version=1).flash_attn_interface
+    library = of("kernels:get_kernel")("kernels-community/flash-attn3", version=1).flash_attn_interface
 
     @torch.compile(dynamic=False, fullgraph=True, backend="aot_eager")
     def attend(q, k, v):
         settings = {"causal": True, "softmax_scale": D**-0.5, "window_size": (4, 0)}
-        varlen = flash_attn_interface.flash_attn_varlen_func
-        return unpacked(varlen(*packed(q, k, v), **DOCUMENTS, **settings))
+        return unpacked(library.flash_attn_varlen_func(*packed(q, k, v), **DOCUMENTS, **settings))
 
     return attend(q, k, v)
 
 
-CALLS = {
-    musubi_sdpa: "padding",
-    musubi_flash: "padding",
-    musubi_sage: "padding",
-    musubi_sage_split: "padding",
-    musubi_wan_flash: "full",
-    musubi_wan_flash3: "full",
-    musubi_wan_sage: "full",
-    musubi_kandinsky: "full",
-    sd_scripts_flux: "padding",
-    sd_scripts_lumina: "padding",
-    ai_toolkit_chroma: "padding",
-    ai_toolkit_flux: "full",
-    diffusion_pipe_wan: "full",
-    diffsynth_flash4: "window to both sides",
-    diffsynth_window: "window to both sides",
-    simple_tuner: "causal",
-    one_trainer: "padding",
-    axolotl_packed: "causal, documents",
-    axolotl_padded: "causal, padding",
-    transformers_flash: "causal, documents",
-    transformers_sdpa: "causal, padding",
-    unsloth_flash: "window",
-    unsloth_packed: "causal, documents",
-    modded_nanogpt: "causal, documents, window",
+#: As models of Wan call FlashAttention-2 and 3; as axolotl calls SageAttention.
+WAN3 = {"seqused_q": None, "seqused_k": None, "softmax_scale": None, "deterministic": False, "causal": False}
+WAN2 = {
+    "dropout_p": 0.0,
+    "window_size": (-1, -1),
+    "deterministic": False,
+    "softmax_scale": None,
+    "causal": False,
 }
+AXOLOTL = {"is_causal": True, "sm_scale": D**-0.5, "smooth_k": False, "tensor_layout": "NHD"}
+FLASH, FLASH_VARLEN = "flash_attn:flash_attn_func", "flash_attn.flash_attn_interface:flash_attn_varlen_func"
+FLASH3, FLASH4 = "flash_attn_interface:flash_attn_varlen_func", "flash_attn.cute:flash_attn_func"
+SAGE, SAGE_VARLEN = "sageattention:sageattn", "sageattention:sageattn_varlen"
+#: By name: which query sees which key, and the call.
+CALLS = {
+    # musubi-tuner and sd-scripts
+    "musubi_sdpa": ("padding", lambda *x: sdpa(*x, SHOWN[:, None, None], dropout_p=0.0)),
+    "musubi_flash": ("padding", lambda *x: varlen(FLASH_VARLEN, x, PARTS, PARTS, N, N, 0.0)),
+    "musubi_sage": ("padding", lambda *x: varlen(SAGE_VARLEN, x, PARTS, PARTS, N, N)),
+    "musubi_sage_split": ("padding", musubi_sage_split),
+    "musubi_wan_flash": (
+        "full", lambda *x: dense(FLASH, x, 0.0, None, False, (-1, -1), deterministic=False)
+    ),
+    "musubi_wan_flash3": ("full", lambda *x: varlen(FLASH3, x, by_name=True, **rows(), **WAN3)),
+    "musubi_wan_sage": ("full", lambda *x: varlen(SAGE_VARLEN, x, by_name=True, **rows(), sm_scale=None)),
+    "musubi_kandinsky": ("full", lambda *x: dense(SAGE, x, tensor_layout="NHD", is_causal=False)),
+    "sd_scripts_flux": ("padding", sd_scripts_flux),
+    "sd_scripts_lumina": ("padding", sd_scripts_lumina),
+    # ai-toolkit, whose Chroma has queries of padding that see nothing; diffusion-pipe, DiffSynth-Studio
+    "ai_toolkit_chroma": ("padding", lambda *x: sdpa(*x, SHOWN[:, None, :, None] & SHOWN[:, None, None])),
+    "ai_toolkit_flux": ("full", lambda *x: of(SAGE)(*x, dropout_p=0.0, is_causal=False)),
+    "diffusion_pipe_wan": ("full", lambda *x: varlen(FLASH_VARLEN, x, by_name=True, **rows(), **WAN2)),
+    "diffsynth_flash4": (
+        "window to both sides",
+        lambda *x: nhd(of(FLASH4)(*nhd(*x), softmax_scale=None, causal=False, window_size=(4, 4))[0])[0],
+    ),
+    "diffsynth_window": ("window to both sides", diffsynth_window),
+    # SimpleTuner puts a function of its own in the place of torch's, which hands on ``is_causal`` alone
+    "simple_tuner": ("causal", lambda *x: of(f"{SAGE}_qk_int8_pv_fp16_cuda")(*x, is_causal=True)),
+    "one_trainer": ("padding", one_trainer),
+    # axolotl, LLaMA-Factory, ms-swift, unsloth, modded-nanogpt
+    "axolotl_packed": (
+        "causal, documents", lambda *x: varlen(SAGE_VARLEN, x, by_name=True, **DOCUMENTS, **AXOLOTL)
+    ),
+    "axolotl_padded": ("causal, padding", axolotl_padded),
+    "transformers_flash": ("causal, documents", transformers_flash),
+    "transformers_sdpa": ("causal, padding", transformers_sdpa),
+    "unsloth_flash": ("window", unsloth_flash),
+    "unsloth_packed": ("causal, documents", unsloth_packed),
+    "modded_nanogpt": ("causal, documents, window", modded_nanogpt),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -302,12 +238,12 @@ def launched(monkeypatch):
         stand_in.uninstall(library)
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-def test_a_call_trains_in_int8(launched, call):
+@pytest.mark.parametrize(("seen", "call"), CALLS.values(), ids=CALLS.keys())
+def test_a_call_trains_in_int8(launched, seen, call):
     leaves = draw(*[(B, H, N, D)] * 3)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     q, k, v = exact
-    logits = (q @ k.mT * D**-0.5).masked_fill(~SEEN[CALLS[call]], float("-inf"))
+    logits = (q @ k.mT * D**-0.5).masked_fill(~SEEN[seen], float("-inf"))
     weights = torch.randn(B, H, N, D, generator=torch.Generator().manual_seed(1)) * SHOWN[:, None, :, None]
     found, truth = call(*leaves), logits.softmax(-1) @ v
     for x in (found, truth):
@@ -329,16 +265,6 @@ def test_unsloth_left_padding_stays_in_full_precision(launched):
     mask = mask | ~mask.any(-1, keepdim=True)
     F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     assert {row.kernels for row in report().rows} == {""}
-
-
-def test_code_for_the_first_flash_attention_3_does_not_take_the_output_alone(launched):
-    """diffusion-pipe's Wan takes the first of (output, lse), which FlashAttention-3 returned until 2025."""
-    import flash_attn_interface
-
-    q, k, v = packed(*draw(*[(B, H, N, D)] * 3))
-    out = flash_attn_interface.flash_attn_varlen_func(q, k, v, **rows())
-    with pytest.raises(RuntimeError, match="unflatten"):
-        out[0].unflatten(0, (B, N))
 
 
 ASKED = {

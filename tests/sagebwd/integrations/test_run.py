@@ -1,5 +1,6 @@
 """``python -m sagebwd.run``: a program runs as without it, its attention and its processes' in INT8."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -20,6 +21,8 @@ class Thing:
     pass
 
 def child():
+    if "PLAIN" in os.environ:  # nothing of this is compared
+        return
     import torch
     x = torch.ones(1, 1, 4, 8)
     torch.nn.functional.scaled_dot_product_attention(x, x, x)
@@ -53,7 +56,7 @@ def attend(*tensors):
 torch.nn.functional.scaled_dot_product_attention = attend
 """
 
-#: A language model and an image model, as their libraries' trainers run them.
+#: The same, before it a language model and an image model, as their libraries' trainers run them.
 MODELS = """
 import torch
 from torch.utils._triton import has_triton
@@ -94,14 +97,13 @@ def run(tmp_path):
         (folder / "trains.py").write_text(TRAINS)
         (folder / "xformers.py").touch()
         (folder / "flash_attn_interface.py").touch()  # found before the one that an option replaces it by
-    (tmp_path / "models.py").write_text(MODELS)
+    models = "" if importlib.util.find_spec("diffusers") is None else MODELS
+    (tmp_path / "all_at_once.py").write_text(models + TRAINS)
 
-    def running(*arguments):
-        paths = os.pathsep.join([str(ROOT), str(tmp_path / "start")])
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=tmp_path, input="from stdin", capture_output=True, text=True,
-            timeout=300, env={**os.environ, "PYTHONPATH": paths},
-        )  # fmt: skip
+    def running(*arguments, **environment):
+        environment |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path / "start")])}
+        settings = {"cwd": tmp_path, "input": "from stdin", "text": True, "env": os.environ | environment}
+        return subprocess.run([sys.executable, *arguments], capture_output=True, timeout=300, **settings)
 
     return running
 
@@ -112,7 +114,7 @@ def rows(found):
 
 
 def test_a_program_runs_as_without_it(run):
-    plain = run("-bu", "program.py", "--sdpa", "-m", "x")
+    plain = run("-bu", "program.py", "--sdpa", "-m", "x", PLAIN="1")
     found = run("-bum", "sagebwd.run", "--sdpa", "--preset", "low_bias", "program.py", "--sdpa", "-m", "x")
     assert found.stdout == plain.stdout
     assert "as ever" in plain.stdout
@@ -125,30 +127,26 @@ def test_a_program_runs_as_without_it(run):
     assert "scaled_dot_product_attention          1      INT8 (reference)" in report
 
 
-def test_the_report_names_what_ran_and_what_did_not(run):
-    found = run("-m", "sagebwd.run", "--sageattention", "--flash-attn-3", "--sdpa", "-m", "trains")
+def test_the_report_names_what_ran_and_what_did_not_in_programs_and_models(run):
+    libraries = ("--sageattention", "--flash-attn", "--flash-attn-3", "--sdpa")
+    found = run("-m", "sagebwd.run", *libraries, "-m", "all_at_once")
     assert found.returncode == 0, found.stderr
-    lines = ["sageattn runs in INT8 (reference)", "scaled_dot_product_attention runs in INT8 (reference)"]
-    assert [line for line in rows(found) if "runs in INT8" in line] == lines[::-1]  # as they are called
-    assert rows(found)[-5:] == [
-        "sageattn 1 INT8 (reference)",
+    has_models = importlib.util.find_spec("diffusers") is not None
+    names = ["scaled_dot_product_attention", "sageattn"]
+    if has_models:
+        names = ["scaled_dot_product_attention (causal, hidden keys)", "flash_attn_varlen_func", "sageattn"]
+        names += ["flash_attn_func", "scaled_dot_product_attention"]
+    said = [line for line in rows(found) if "runs in INT8" in line]
+    assert said == [f"{name} runs in INT8 (reference)" for name in names]  # as they are called
+    report = rows(found)[rows(found).index("attention layers calls ran") + 1 :]
+    assert report == [
+        *has_models * ["flash_attn_func 2 INT8 (reference)", "flash_attn_varlen_func 4 INT8 (reference)"],
+        f"sageattn {3 if has_models else 1} INT8 (reference)",
         "scaled_dot_product_attention 1 full precision: attention dropout",
-        "scaled_dot_product_attention 1 INT8 (reference)",
+        f"scaled_dot_product_attention {3 if has_models else 1} INT8 (reference)",
+        *has_models * ["scaled_dot_product_attention (causal, hidden keys) 4 INT8 (reference)"],
         "The program imported xformers, flash_attn_interface, whose attention is not replaced.",
         "The program put __main__.attend before PyTorch's attention; SageBwd saw what that hands on.",
-    ]
-
-
-def test_models_of_transformers_and_diffusers(run):
-    pytest.importorskip("diffusers")
-    found = run("-m", "sagebwd.run", "--sageattention", "--flash-attn", "--sdpa", "models.py")
-    assert found.returncode == 0, found.stderr
-    assert rows(found)[-5:] == [
-        "flash_attn_func 2 INT8 (reference)",
-        "flash_attn_varlen_func 4 INT8 (reference)",
-        "sageattn 2 INT8 (reference)",
-        "scaled_dot_product_attention 2 INT8 (reference)",
-        "scaled_dot_product_attention (causal, hidden keys) 4 INT8 (reference)",
     ]
 
 

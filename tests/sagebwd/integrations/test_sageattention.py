@@ -117,18 +117,17 @@ def test_smoothing_is_what_the_call_says_and_else_what_the_config_says(draw):
     q, k, v, _ = draw(40, head_dim=8)
     q, k, v = q + 1, k + 1, v + 1
     of_config = {
-        (smooth_k, smooth_v): sage_attention(q, k, v, config=SageConfig(smooth_k=smooth_k, smooth_v=smooth_v))
-        for smooth_k in (False, True)
-        for smooth_v in (False, True)
+        (k_too, v_too): sage_attention(q, k, v, config=SageConfig(smooth_k=k_too, smooth_v=v_too))
+        for k_too, v_too in itertools.product((False, True), repeat=2)
     }
     for one, other in itertools.combinations(of_config.values(), 2):
         assert not torch.equal(one, other)
-    plain, function = SageConfig(smooth_k=False), sageattention.sageattn
-    assert torch.equal(function(q, k, v), of_config[True, False])
-    assert torch.equal(function(q, k, v, config=plain), of_config[False, False])
-    assert torch.equal(function(q, k, v, smooth_k=False), of_config[False, False])
-    assert torch.equal(function(q, k, v, smooth_k=True, config=plain), of_config[True, False])
-    assert torch.equal(function(q, k, v, smooth_v=True), of_config[True, True])
+    plain = {"config": SageConfig(smooth_k=False)}
+    for settings, (k_too, v_too) in (
+        ({}, (True, False)), (plain, (False, False)), ({"smooth_k": False}, (False, False)),
+        ({"smooth_k": True} | plain, (True, False)), ({"smooth_v": True}, (True, True)),
+    ):  # fmt: skip
+        assert torch.equal(sageattention.sageattn(q, k, v, **settings), of_config[k_too, v_too])
 
 
 def test_programs_that_import_sageattention_get_gradients(not_installed, draw, caplog):
@@ -179,13 +178,9 @@ def test_refused_by_name(settings, message, draw):
     for tensors in ((q, k, v), (q[0], k[0], v[0])):
         with pytest.raises(ValueError, match=message):
             sageattention.sageattn(*tensors, **settings)
-
-
-def test_packed_sequences_of_other_lengths_under_a_causal_mask_are_refused(draw):
-    boundaries = torch.tensor([0, 3])
-    q, k, v, _ = (x[0].transpose(0, 1) for x in draw(3, head_dim=8))
+    cuts, (q, k, v) = torch.tensor([0, 3]), (x[0, :, :3].transpose(0, 1) for x in (q, k, v))
     with pytest.raises(ValueError, match=r"2 queries and 3 keys.*flash_attn_varlen_func"):
-        sageattention.sageattn_varlen(q[:2], k, v, boundaries, boundaries, 3, 3, is_causal=True)
+        sageattention.sageattn_varlen(q[:2], k, v, cuts, cuts, 3, 3, is_causal=True)
 
 
 def test_no_function_swallows_arguments():

@@ -63,11 +63,15 @@ def test_what_stays_in_full_precision():
         assert torch.equal(found, truth), reason
         gradients = [torch.autograd.grad(x.sum(), arguments[0])[0] for x in (found, truth)]
         assert torch.equal(*gradients), reason
+    gradient = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).square().sum())
+    truth = gradient(q.detach())  # of which SageBwd has none
     with torch_flash.patch_sdpa():
         F.scaled_dot_product_attention(q, k, v)
+        with pytest.warns(UserWarning, match=r"a transform of torch\.func"):
+            assert torch.equal(gradient(q.detach()), truth)
     rows = report().rows
     assert {row.name for row in rows} == {"scaled_dot_product_attention"}
-    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 9, ("reference", 1)]
+    assert sorted((row.kernels, row.calls) for row in rows) == [*[("", 1)] * 10, ("reference", 1)]
 
 
 def test_what_no_kernels_take_stays_in_full_precision(monkeypatch):
@@ -82,21 +86,6 @@ def test_what_no_kernels_take_stays_in_full_precision(monkeypatch):
     with pytest.raises(NotImplementedError, match='kernels="reference"'):
         dispatch._fastest(old)
     assert "kernels=" not in report().rows[0].reason  # an argument that the caller does not have
-
-
-def test_torch_func_transforms_stay_in_full_precision():
-    """SageBwd has no gradient under them."""
-    x = torch.randn(1, 2, 5, 8)
-    gradient = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).square().sum())
-    truth = gradient(x)
-    with torch_flash.patch_sdpa(), pytest.warns(UserWarning, match=r"a transform of torch\.func"):
-        assert torch.equal(gradient(x), truth)
-
-
-def test_a_model_that_holds_the_function_is_pickled():
-    """As torch.save and processes that are spawned do it."""
-    with torch_flash.patch_sdpa():
-        assert pickle.loads(pickle.dumps(F.scaled_dot_product_attention)) is F.scaled_dot_product_attention
 
 
 @pytest.mark.parametrize(
@@ -117,21 +106,11 @@ def test_other_shapes_than_those_of_flash_attention(leading, heads, value_dim, i
     assert [(row.kernels, row.calls) for row in report().rows] == [("reference", 1)]
 
 
-def test_the_patch_refuses_another_config():
-    with pytest.raises(ValueError, match="config is a str"), torch_flash.patch_sdpa("paper"):
-        pass
-    assert F.scaled_dot_product_attention is TORCH_SDPA.func
-
-
-def test_compiled_without_a_graph_break():
+def test_compiled_without_a_graph_break(compiled):
     q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def attend(q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
+    attend = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
     with torch_flash.patch_sdpa(EXACT):
-        assert_same(attend(q, k, v), F.scaled_dot_product_attention(q, k, v, is_causal=True), [q, k, v], "")
+        assert_same(compiled(attend)(q, k, v), attend(q, k, v), [q, k, v], "")
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -162,10 +141,14 @@ def test_without_a_with_the_patch_lasts_until_it_is_removed(monkeypatch):
         F.scaled_dot_product_attention(q, k, v)
         with torch_flash.patch_sdpa():
             assert F.scaled_dot_product_attention.original is TORCH_SDPA.func
+            pickled = pickle.dumps(F.scaled_dot_product_attention)  # as torch.save does with what models hold
+            assert pickle.loads(pickled) is F.scaled_dot_product_attention
         module.attend(q, k, v)
     finally:
         patch.remove()
     assert module.attend is TORCH_SDPA.func
+    with pytest.raises(ValueError, match="config is a str"), torch_flash.patch_sdpa("paper"):
+        pass
     F.scaled_dot_product_attention(q, k, v)
     assert F.scaled_dot_product_attention is TORCH_SDPA.func
     assert [(row.kernels, row.calls) for row in report().rows] == [("reference", 2)]
@@ -232,11 +215,9 @@ def test_a_mask_of_what_sagebwd_computes_runs_in_int8_and_is_named(name):
 def test_every_mask_gives_what_torch_gives(n_q, n_kv):
     """Recognised or not; a query that sees no key gives zeros."""
     q, k, v = (x.detach() for x in draw((1, 1, n_q, 8), (1, 1, n_kv, 8), (1, 1, n_kv, 8)))
-    masks = [
-        torch.tensor(bits).view(n_q, n_kv) for bits in itertools.product([True, False], repeat=n_q * n_kv)
-    ]
     with torch_flash.patch_sdpa(EXACT), warnings.catch_warnings(action="ignore"):
-        for mask in masks:
+        for bits in itertools.product([True, False], repeat=n_q * n_kv):
+            mask = torch.tensor(bits).view(n_q, n_kv)
             truth = TORCH_SDPA(q, k, v, mask).nan_to_num()
             found = F.scaled_dot_product_attention(q, k, v, mask).nan_to_num()
             torch.testing.assert_close(found, truth, msg=str(mask))
@@ -245,13 +226,8 @@ def test_every_mask_gives_what_torch_gives(n_q, n_kv):
 
 def test_heads_that_differ_and_biases_stay_in_full_precision():
     q, k, v = (x.detach() for x in draw((1, 2, 9, 8), (1, 2, 9, 8), (1, 2, 9, 8)))
-    learned = torch.zeros(1, 1, 9, 9, requires_grad=True)
-    masks = (
-        torch.stack([TRIANGLE, SAME])[None],
-        additive(TRIANGLE, -1.0),
-        learned,
-        torch.zeros(1, 2, 1, 9) + 1,
-    )
+    heads, bias = torch.stack([TRIANGLE, SAME])[None], torch.ones(1, 2, 1, 9)
+    masks = (heads, bias, additive(TRIANGLE, -1.0), torch.zeros(1, 1, 9, 9, requires_grad=True))
     with torch_flash.patch_sdpa(), warnings.catch_warnings(action="ignore"):
         for mask in masks:
             found = F.scaled_dot_product_attention(q, k, v, mask)

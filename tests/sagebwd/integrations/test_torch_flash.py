@@ -6,6 +6,7 @@ torch's dispatcher and torch's own autograd formulas, as on a GPU.
 
 import inspect
 import itertools
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 from sagebwd import SageConfig, dispatch, sage_attention
 from sagebwd.integrations import flash_attn, torch_flash
 from sagebwd.metrics import relative_l2
-from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, draw, is_seen, truth_of
+from tests.sagebwd.integrations.test_flash_attn import WINDOWS, assert_same, draw, is_seen, seen_in, truth_of
 
 aten = torch.ops.aten
 EXACT = SageConfig(int8_matmuls=())
@@ -29,17 +30,10 @@ TORCH_SDPA = torch._C._nn.scaled_dot_product_attention
 
 
 @pytest.fixture
-def override(request):
-    """Overrides torch's operators on the CPU, with the given config."""
-    overrides = []
-
-    def override(config=SMOOTHED):
-        overrides.append(torch_flash.Override(config, "CPU"))
-        return overrides[-1]
-
-    yield override
-    for x in overrides:
-        x.remove()
+def override():
+    """override(config): torch's operators on the CPU are SageBwd's."""
+    with ExitStack() as stack:
+        yield lambda config=SMOOTHED: stack.callback(torch_flash.Override(config, "CPU").remove)
 
 
 # --- torch's operators -------------------------------------------------------------------------------------
@@ -85,9 +79,7 @@ def test_packed_sequences_by_torchs_own_function(override, window, is_same):
     boundaries_kv = boundaries if is_same else torch.tensor(cuts_kv, dtype=torch.int32)
     value_dim = 8 if is_same else 6  # as of multi-head latent attention
     leaves = draw((12, 4, 8), *((cuts_kv[-1], VARLEN_KV_HEADS, width) for width in (8, value_dim)))
-    mask = torch.zeros(12, cuts_kv[-1], dtype=torch.bool)
-    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
-        mask[a:b, c:d] = is_seen(b - a, d - c, window)
+    mask = seen_in(cuts, cuts_kv, 12, cuts_kv[-1], window)
     truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
     arguments = (*leaves, boundaries, boundaries_kv, 5, 40)
     settings = {"window_size": window, **VARLEN_GROUPS}
@@ -152,21 +144,19 @@ def test_merged_logsumexps_give_the_gradients_of_all_keys_where_saved_tensors_ar
 
 def test_operators_refuse_by_name(override):
     override()
-    x = torch.randn(5, 2, 8)
-    boundaries = torch.tensor([0, 5])
-    refused = {"seqused_k": boundaries, "alibi_slopes": x, "block_table": boundaries, "num_splits": 3}
+    x, cuts = torch.randn(5, 2, 8), torch.tensor([0, 5])
+    refused = {"seqused_k": cuts, "alibi_slopes": x, "block_table": cuts, "num_splits": 3}
     for name, value in refused.items():
         with pytest.raises(NotImplementedError, match=f"{name} is .*restore_flash_attention_impl"):
-            aten._flash_attention_forward(
-                x, x, x, boundaries, boundaries, 5, 5, 0.0, False, False, **{name: value}
-            )
-    dense = x[None]
-    with pytest.raises(NotImplementedError, match=r"dropout_p is 0\.1"):
-        aten._scaled_dot_product_flash_attention(dense, dense, dense, 0.1)
-    with pytest.raises(NotImplementedError, match="return_debug_mask is True"):
-        aten._scaled_dot_product_flash_attention(dense, dense, dense, 0.0, False, True)
+            aten._flash_attention_forward(x, x, x, cuts, cuts, 5, 5, 0.0, False, False, **{name: value})
+    for arguments, words in (
+        ((0.1,), r"dropout_p is 0\.1"),
+        ((0.0, False, True), "return_debug_mask is True"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            aten._scaled_dot_product_flash_attention(*[x[None]] * 3, *arguments)
     with pytest.raises(NotImplementedError, match="given without the others; pass both"):
-        aten._flash_attention_forward(x, x, x, boundaries, None, 5, 5, 0.0, False, False)
+        aten._flash_attention_forward(x, x, x, cuts, None, 5, 5, 0.0, False, False)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's in Triton's interpreter: the logarithm of 0
@@ -227,15 +217,15 @@ def test_activate_and_restore(monkeypatch):
 
 
 def test_registration_refuses_what_torch_cannot_hold(monkeypatch):
-    for config in (SageConfig.consistent(), SageConfig.int8_scores()):
-        with pytest.raises(ValueError, match=r"consistent\(\) and int8_scores\(\).*patch_sdpa"):
-            torch_flash.register(config=config)
-    with pytest.raises(ValueError, match="config is a str"):
-        torch_flash.register(config="paper")
-    with pytest.raises(ValueError, match="name is a SageConfig; pass a string, and settings as config="):
-        torch_flash.register(SageConfig.paper())
-    with pytest.raises(ValueError, match="'FA4' is registered by other code"):
-        torch_flash.register("FA4")
+    for settings, words in (
+        ({"config": SageConfig.consistent()}, r"consistent\(\) and int8_scores\(\).*patch_sdpa"),
+        ({"config": SageConfig.int8_scores()}, r"consistent\(\) and int8_scores\(\).*patch_sdpa"),
+        ({"config": "paper"}, "config is a str"),
+        ({"name": SageConfig.paper()}, "name is a SageConfig; pass a string, and settings as config="),
+        ({"name": "FA4"}, "'FA4' is registered by other code"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            torch_flash.register(**settings)
     torch.backends.cuda.enable_flash_sdp(False)
     try:
         with pytest.raises(RuntimeError, match=r"switched off.*enable_flash_sdp\(True\)"):
@@ -321,9 +311,7 @@ def test_packed_sequences_on_a_gpu(activated):
     shapes = (300, 4, 64), *2 * [(400, VARLEN_KV_HEADS, 64)]
     leaves = [x.detach().cuda().bfloat16() for x in draw(*shapes)]
     leaves = [x.requires_grad_() for x in leaves]
-    mask = torch.zeros(300, 400, dtype=torch.bool, device="cuda")
-    for (a, b), (c, d) in zip(itertools.pairwise(cuts), itertools.pairwise(cuts_kv), strict=True):
-        mask[a:b, c:d] = is_seen(b - a, d - c, (-1, 0)).cuda()
+    mask = seen_in(cuts, cuts_kv, 300, 400, (-1, 0)).cuda()
     truth, true_lse = truth_of(*(x[None] for x in leaves), mask, None)
     grad_out = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
 

@@ -83,10 +83,8 @@ def test_the_override_keeps_sagebwd_active_and_trains(torchtitan, flash_3):
         (dq,) = torch.autograd.grad(found.sum(), q)
     finally:
         override.remove()
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    expected = sage_attention(
-        *heads_first, is_causal=True, window_size=(15, 0), cu_seqlens=boundaries, config=SageConfig.low_bias()
-    )
+    settings = {"window_size": (15, 0), "cu_seqlens": boundaries, "config": SageConfig.low_bias()}
+    expected = sage_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), is_causal=True, **settings)
     torch.testing.assert_close(found, expected[0].transpose(0, 1))
     (wanted,) = torch.autograd.grad(expected.sum(), q)
     torch.testing.assert_close(dq, wanted, atol=2e-3, rtol=0.02)

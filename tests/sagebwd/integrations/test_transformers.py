@@ -25,19 +25,39 @@ from tests.sagebwd.integrations.tiny_models import (
     train_step,
 )
 
+WINDOWED = {
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
+    "gemma3": {"num_hidden_layers": 6, "sliding_window": 9},
+    "modernbert": {"local_attention": 14, "global_attn_every_n_layers": 2},
+}
+#: A model, changes of its config, and the side of its padding, if it has any.
+CASES = [
+    *((name, {}, None) for name in MODELS),
+    *((name, {}, ("left", "right")[n % 2]) for n, name in enumerate(MODELS)),
+    *((name, changes, side) for name, changes in WINDOWED.items() for side in ("left", None)),
+]
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_trains_as_with_sdpa_but_for_the_rounding_of_int8(name):
-    model, tokens = make(name), draw_tokens(3, 33)
-    inputs = {"input_ids": tokens, "labels": tokens}
+
+def check(model, inputs, attentions):
+    """A training step is that of "sdpa" at the real tokens, to these bounds: loss, logits and gradients."""
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     truth = train_step(model, "sdpa", **inputs)
-    found = train_step(model, "sagebwd-exact", **inputs)
-    assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert_same_gradients(found.gradients, truth.gradients, EXACT)
-    found = train_step(model, "sagebwd", **inputs)
-    assert found.loss == pytest.approx(truth.loss, rel=INT8_LOSS)
-    assert EXACT < relative_l2(found.logits, truth.logits) < INT8_OUTPUT
-    assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
+    for attention, (of_loss, of_logits, of_gradients) in attentions.items():
+        found = train_step(model, attention, **inputs)
+        assert found.loss == pytest.approx(truth.loss, rel=of_loss)
+        assert relative_l2(found.logits[real], truth.logits[real]) < of_logits
+        assert_same_gradients(found.gradients, truth.gradients, of_gradients)
+    return relative_l2(found.logits[real], truth.logits[real])
+
+
+@pytest.mark.parametrize(("name", "changes", "side"), CASES)
+def test_a_model_trains_as_with_sdpa_but_for_the_rounding_of_int8(name, changes, side):
+    inputs = padded(name, side or "left")
+    if side is None:
+        inputs = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"]}
+    bounds = {"sagebwd-exact": (EXACT,) * 3, "sagebwd": (INT8_LOSS, INT8_OUTPUT, INT8_GRADIENT)}
+    assert check(make(name, **changes), inputs, bounds) > EXACT
 
 
 @pytest.mark.parametrize("is_padded", [False, True])
@@ -57,22 +77,6 @@ def test_sinks_train_as_with_eager(is_padded):
 # Padding
 
 
-@pytest.mark.parametrize(
-    ("name", "side"), [(name, ("left", "right")[n % 2]) for n, name in enumerate(MODELS)]
-)
-def test_padding_is_as_with_sdpa_at_the_real_tokens(name, side):
-    model, inputs = make(name), padded(name, side)
-    real = inputs["attention_mask"].bool()
-    truth = train_step(model, "sdpa", **inputs)
-    found = train_step(model, "sagebwd-exact", **inputs)
-    assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert relative_l2(found.logits[real], truth.logits[real]) < EXACT
-    assert_same_gradients(found.gradients, truth.gradients, EXACT)
-    found = train_step(model, "sagebwd", **inputs)
-    assert relative_l2(found.logits[real], truth.logits[real]) < INT8_OUTPUT
-    assert_same_gradients(found.gradients, truth.gradients, INT8_GRADIENT)
-
-
 def test_a_hole_in_the_mask_hides_its_keys_and_parts_no_document():
     model, inputs = make("llama"), padded("llama", "right")
     inputs["attention_mask"][1, 10:14] = 0
@@ -86,42 +90,17 @@ def test_a_hole_in_the_mask_hides_its_keys_and_parts_no_document():
 
 @pytest.mark.parametrize("n_target", [20, 33, 40])
 def test_cross_attention_to_a_padded_source_is_as_with_sdpa(n_target):
-    sizes = {
-        f"{part}_{size}": n
-        for part in ("encoder", "decoder")
-        for size, n in (("layers", 1), ("attention_heads", 4), ("ffn_dim", 64))
-    }
+    counts = {"layers": 1, "attention_heads": 4, "ffn_dim": 64}
+    sizes = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in counts.items()}
+    sizes |= {"vocab_size": VOCABULARY, "d_model": 64, "dropout": 0.0, "init_std": 0.12, "pad_token_id": 0}
+    others = dict.fromkeys(("eos_token_id", "decoder_start_token_id", "forced_eos_token_id"), 2)
     torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=VOCABULARY, d_model=64, dropout=0.0, init_std=0.12, **sizes, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-    )  # fmt: skip
+    config = transformers.BartConfig(**sizes, bos_token_id=1, **others)
     model, inputs = transformers.BartForConditionalGeneration(config), padded("bart", "right")
     # As many target as source tokens, 33, is a trap: a hidden key must not hide the query in its place.
     inputs["labels"] = draw_tokens(3, n_target, seed=1)
     truth, found = (train_step(model, attention, **inputs) for attention in ("sdpa", "sagebwd-exact"))
     assert relative_l2(found.logits, truth.logits) < EXACT
-
-
-# Windows
-
-WINDOWED = {
-    "mistral": {"sliding_window": 9},
-    "qwen2": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 9},
-    "gemma3": {"num_hidden_layers": 6, "sliding_window": 9},
-    "modernbert": {"local_attention": 14, "global_attn_every_n_layers": 2},
-}
-
-
-@pytest.mark.parametrize("side", ["left", None])
-@pytest.mark.parametrize("name", WINDOWED)
-def test_a_sliding_window_is_that_of_sdpa(name, side):
-    model, inputs = make(name, **WINDOWED[name]), padded(name, side or "left")
-    if side is None:
-        inputs = {"input_ids": inputs["input_ids"], "labels": inputs["input_ids"]}
-    truth, found = (train_step(model, attention, **inputs) for attention in ("sdpa", "sagebwd-exact"))
-    assert found.loss == pytest.approx(truth.loss, rel=EXACT)
-    assert_same_gradients(found.gradients, truth.gradients, EXACT)
 
 
 def test_a_window_over_padding_inside_the_text_is_not_computed_by_its_wrong_distances():
@@ -149,13 +128,7 @@ def test_on_a_gpu_a_model_trains_as_with_sdpa_but_for_the_rounding(how):
     inputs = packed(how) if how in ("positions", "cu_seq_lens") else padded(name, side)
     if how == "even":
         del inputs["attention_mask"]
-    inputs = to_gpu(inputs)
-    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-    truth = train_step(model, "sdpa", **inputs)
-    found = train_step(model, "sagebwd", **inputs)
-    assert found.loss == pytest.approx(truth.loss, rel=2 * INT8_LOSS)
-    assert relative_l2(found.logits[real], truth.logits[real]) < 2 * INT8_OUTPUT
-    assert_same_gradients(found.gradients, truth.gradients, 2 * INT8_GRADIENT)
+    check(model, to_gpu(inputs), {"sagebwd": (2 * INT8_LOSS, 2 * INT8_OUTPUT, 2 * INT8_GRADIENT)})
 
 
 @pytest.mark.gpu

@@ -34,13 +34,12 @@ def test_packed_documents_train_as_if_each_were_alone(name, how, attention):
     together = train_step(model, attention, **inputs)
     model.zero_grad()
     documents = inputs["input_ids"][0].split(LENGTHS)
-    logits, loss, n_labels = [], torch.tensor(0.0), sum(LENGTHS) - len(LENGTHS)
+    logits, loss = [], torch.tensor(0.0)
     for document in documents:
         out = model(input_ids=document[None])
         logits.append(out.logits[0].detach())
-        loss = (
-            loss + nn.functional.cross_entropy(out.logits[0, :-1], document[1:], reduction="sum") / n_labels
-        )
+        loss += nn.functional.cross_entropy(out.logits[0, :-1], document[1:], reduction="sum")
+    loss = loss / (sum(LENGTHS) - len(LENGTHS))
     loss.backward()
     assert together.loss == pytest.approx(loss.item(), rel=EXACT)
     assert relative_l2(together.logits[0], torch.cat(logits)) < EXACT

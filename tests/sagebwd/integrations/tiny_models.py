@@ -23,31 +23,22 @@ from sagebwd.window import Window
 
 VOCABULARY = 97
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.12,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "initializer_range": 0.12, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
 GQA = {"num_key_value_heads": 2, "head_dim": 16}
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 MODERNBERT = {"cls_token_id": 1, "sep_token_id": 2}
 
 MODELS = {
-    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
-    "llama-gqa": (transformers.LlamaForCausalLM, transformers.LlamaConfig, GQA),
-    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, GQA),
-    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, {"num_key_value_heads": 1}),
-    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, {"num_key_value_heads": 2}),
-    "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig, GQA),
-    "bert": (transformers.BertForMaskedLM, transformers.BertConfig, NO_DROPOUT),
-    "modernbert": (transformers.ModernBertForMaskedLM, transformers.ModernBertConfig, MODERNBERT),
-}
+    "llama": (transformers.LlamaForCausalLM, {}), "llama-gqa": (transformers.LlamaForCausalLM, GQA),
+    "qwen3": (transformers.Qwen3ForCausalLM, GQA), "gemma3": (transformers.Gemma3ForCausalLM, GQA),
+    "mistral": (transformers.MistralForCausalLM, {"num_key_value_heads": 1}),
+    "qwen2": (transformers.Qwen2ForCausalLM, {"num_key_value_heads": 2}),
+    "bert": (transformers.BertForMaskedLM, NO_DROPOUT),
+    "modernbert": (transformers.ModernBertForMaskedLM, MODERNBERT),
+}  # fmt: skip
 
 #: An order above the rounding of fp32 sums, four below what a wrong mask changes.
 EXACT = 1e-5
@@ -67,8 +58,8 @@ for name, config in (
 
 def make(name: str, **changes: object) -> transformers.PreTrainedModel:
     torch.manual_seed(0)
-    model_class, config_class, sizes = MODELS[name]
-    return model_class(config_class(**(SIZES | sizes | changes)))
+    model, sizes = MODELS[name]
+    return model(model.config_class(**(SIZES | sizes | changes)))
 
 
 def draw_tokens(*shape: int, seed: int = 0) -> Tensor:

@@ -12,14 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from sagebwd import SageConfig, dispatch, reference, sage_attention
+from sagebwd import dispatch, reference, sage_attention
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.kernels.ampere import attention as ampere
 from sagebwd.kernels.ampere.shapes import SHARED_LIMIT
-from sagebwd.kernels.cuda import launch, plan
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.cuda.compile import why_no_compiler
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import tensor_map
 from sagebwd.metrics import relative_l2
 from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.inputs import NAMES, of_document
@@ -50,20 +49,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ]
     if not rows:
         raise pytest.UsageError(f"{metafunc.definition.nodeid} runs for no kernel set")
-    names = ["kernel_set", *(name for names, _ in axes for name in _names(names))]
+    names = ["kernel_set", *(name for names, _ in axes for name in names.split(", "))]
     metafunc.parametrize(names, rows, indirect=["kernel_set"])
-
-
-def _names(names: str) -> list[str]:
-    return [name.strip() for name in names.split(",")]
 
 
 def _row(names: str, x: Any) -> Any:
     """``x``, one value or a tuple of them, as a ``pytest.param`` with an id."""
     if isinstance(x, type(pytest.param())):
         return x
-    values = x if isinstance(x, tuple) and len(_names(names)) > 1 else (x,)
-    return pytest.param(*values, id="-".join(map(_id, _names(names), values)))
+    values = x if isinstance(x, tuple) and ", " in names else (x,)
+    return pytest.param(*values, id="-".join(map(_id, names.split(", "), values)))
 
 
 def _id(name: str, value: Any) -> str:
@@ -83,9 +78,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def quick_interpreter() -> Iterator[None]:
     """Triton's interpreter in 60% of its time.
 
-    It replaces the functions of ``triton.language`` by its own when a kernel begins, and would do so again at
-    every call of a device function; and it asks after each sum of integers whether it has overflowed. Both
-    are private to Triton: where they have moved, tests only take longer.
+    It replaces the functions of ``triton.language`` by its own when a kernel begins, and would again at every
+    call of a device function; and it asks after each sum of integers whether it has overflowed.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -131,15 +125,7 @@ def device(kernel_set) -> str:
 def attend(kernel_set) -> Callable[..., dict[str, Tensor]]:
     """Return {out, dq, dk, dv} of ``kernel_set``, or of the set that is asked for."""
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grad_out: Tensor,
-        *,
-        config: SageConfig = DEFAULT_CONFIG,
-        **settings: object,
-    ) -> dict[str, Tensor]:
+    def attend(q, k, v, grad_out, *, config=DEFAULT_CONFIG, **settings):
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         settings = {"kernels": kernel_set.name, **settings}
         out = sage_attention(*leaves, enable_gqa=True, config=config, **settings)
@@ -153,18 +139,16 @@ def attend(kernel_set) -> Callable[..., dict[str, Tensor]]:
 def attend_reference(attend, monkeypatch) -> Callable[..., dict[str, Tensor]]:
     """The same by the reference; with ``saved_out`` gradients are those of a forward that returned this."""
 
-    def attend_reference(
-        *inputs: Tensor, saved_out: Tensor | None = None, **settings: object
-    ) -> dict[str, Tensor]:
+    def attend_reference(*inputs, saved_out=None, **settings):
+        backward = reference.backward
+
+        def with_out(grad_out, q, k, v, saved, params, grad_lse):
+            return backward(grad_out, q, k, v, saved._replace(out=saved_out), params, grad_lse)
+
         with monkeypatch.context() as patch:
             if saved_out is not None:
-                patch.setattr(reference, "backward", with_out(reference.backward, saved_out))
+                patch.setattr(reference, "backward", with_out)
             return attend(*inputs, kernels="reference", **settings)
-
-    def with_out(backward: Callable[..., Any], saved_out: Tensor) -> Callable[..., Any]:
-        return lambda grad_out, q, k, v, saved, params, grad_lse: backward(
-            grad_out, q, k, v, saved._replace(out=saved_out), params, grad_lse
-        )
 
     return attend_reference
 
@@ -173,10 +157,8 @@ def attend_reference(attend, monkeypatch) -> Callable[..., dict[str, Tensor]]:
 def kernels(attend, device) -> Callable[..., dict[str, Tensor]]:
     """:func:`attend` on ``device``, for inputs from the CPU and results on it."""
 
-    def kernels(*inputs: Tensor, **settings: object) -> dict[str, Tensor]:
-        settings = {
-            name: value.to(device) if isinstance(value, Tensor) else value for name, value in settings.items()
-        }
+    def kernels(*inputs, **settings):
+        settings = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in settings.items()}
         result = attend(*(x.to(device) for x in inputs), **settings)
         return {name: x.cpu() for name, x in result.items()}
 
@@ -202,12 +184,11 @@ def sample_on_device(sample, device) -> Callable[..., list[Tensor]]:
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     """folder_of(name): all sources and stand-ins of a CUDA kernel set."""
-    folders = Path(__file__).parent
 
     @functools.cache
     def folder_of(name: str) -> Path:
         sources = hopper.SOURCES if name == "hopper" else ampere.sources_for("sm_80")
-        return sources_on_cpu.gather(tmp_path_factory, sources, folders / name / "on_cpu")
+        return sources_on_cpu.gather(tmp_path_factory, sources, Path(__file__).parent / name / "on_cpu")
 
     return folder_of
 
@@ -224,10 +205,7 @@ def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
         choose = dispatch.choose
         monkeypatch.setattr(dispatch, "choose", lambda *call: name if call[5:] == (name,) else choose(*call))
         monkeypatch.setattr("sagebwd.attention._calls", {})
-        monkeypatch.setattr(launch, "start_loading", start_loading)
-        monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-        monkeypatch.setattr(tensor_map, "encode", sources_on_cpu.encode)
-        plan.plan_of.cache_clear()
+        sources_on_cpu.no_gpu(monkeypatch, start_loading, sources_on_cpu.encode)
 
     yield emulate
     plan.plan_of.cache_clear()
@@ -235,11 +213,9 @@ def emulate(folder_of, monkeypatch) -> Iterator[Callable[[str], None]]:
 
 @pytest.fixture
 def in_order() -> Iterator[Callable[..., Any]]:
-    """in_order(function, reverse=True) or in_order(function, first=…, count=…): its results when threads run
-    in this order, as :func:`sources_on_cpu.run_in_order` says.
-    """
+    """in_order(function, …): its results when threads run as ``sources_on_cpu.run_in_order`` says."""
 
-    def in_order(function: Callable[[], Any], **order: Any) -> Any:
+    def in_order(function, **order):
         sources_on_cpu.run_in_order(**order)
         return function()
 
@@ -259,20 +235,12 @@ def assert_same(kernel_set) -> Callable[..., None]:
 
     A GPU is allowed one element more: its 1/127 is off by up to 2 ulp, so that now and then an element of Q,
     K, V or dO falls to the other side. That one is off by a step where all n are by √(1/12) of one, at
-    random, which together cost 0.02: √12 · 0.02 / √n. Values that are zero, as those of hidden tokens, do
-    not count.
+    random, which together cost 0.02: √12 · 0.02 / √n. Values that are zero do not count.
 
-    In bf16 the bound is ``kernel_set.bf16_error``. ``slack`` multiplies that of fp16: where a scale belongs
-    to a tile, a step is larger, and one element is worth more.
+    In bf16 the bound is ``kernel_set.bf16_error``. ``slack``: the scale of a tile has larger steps.
     """
 
-    def assert_same(
-        found: dict[str, Tensor],
-        wanted: dict[str, Tensor],
-        names: tuple[str, ...] = NAMES,
-        *,
-        slack: float = 1.0,
-    ) -> None:
+    def assert_same(found, wanted, names=NAMES, *, slack=1.0):
         for name in names:
             assert found[name].dtype == wanted[name].dtype
             assert found[name].isfinite().all(), name
@@ -298,9 +266,7 @@ def kernels_and_reference(kernels, attend_reference) -> Callable[..., tuple[dict
     of them: dK moves by 1.1e-3 (results/log.md). A compensated O has no such error.
     """
 
-    def kernels_and_reference(
-        inputs: list[Tensor], config: SageConfig = DEFAULT_CONFIG, **settings: object
-    ) -> tuple[dict[str, Tensor], ...]:
+    def kernels_and_reference(inputs, config=DEFAULT_CONFIG, **settings):
         found = kernels(*inputs, config=config, **settings)
         saved_out = None if config.compensate_o else found["out"]
         return found, attend_reference(*inputs, config=config, saved_out=saved_out, **settings)
@@ -312,13 +278,7 @@ def kernels_and_reference(kernels, attend_reference) -> Callable[..., tuple[dict
 def check(kernels_and_reference, kernel_set, assert_same) -> Callable[..., dict[str, Tensor]]:
     """Assert that the kernels give on CPU inputs what the reference does; return their result."""
 
-    def check(
-        inputs: list[Tensor],
-        *,
-        names: tuple[str, ...] = NAMES,
-        config: SageConfig = DEFAULT_CONFIG,
-        **settings: object,
-    ) -> dict[str, Tensor]:
+    def check(inputs, *, names=NAMES, config=DEFAULT_CONFIG, **settings):
         found, wanted = kernels_and_reference(inputs, config, **settings)
         of_tiles = 5.0 if kernel_set.is_emulated else 2.0
         assert_same(found, wanted, names, slack=of_tiles if config.granularity == "block" else 1.0)
@@ -331,9 +291,7 @@ def check(kernels_and_reference, kernel_set, assert_same) -> Callable[..., dict[
 def alone(kernels) -> Callable[..., dict[str, Tensor]]:
     """Return {out, dq, dk, dv} of a pack, put together from one call for each document."""
 
-    def alone(
-        inputs: list[Tensor], boundaries: list[int], boundaries_kv: list[int], **settings: object
-    ) -> dict[str, Tensor]:
+    def alone(inputs, boundaries, boundaries_kv, **settings):
         wanted = {name: torch.zeros_like(inputs[n]) for name, n in zip(NAMES, (0, 0, 1, 2), strict=True)}
         for row, column in zip(pairwise(boundaries), pairwise(boundaries_kv), strict=True):
             rows, columns = slice(*row), slice(*column)
@@ -361,11 +319,10 @@ def nvrtc() -> None:
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
     """Memory starts as NaN, 127 in INT8: what a kernel does not write, or reads too early, shows."""
-    fill = torch.utils.deterministic.fill_uninitialized_memory
-    before = torch.are_deterministic_algorithms_enabled(), fill
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(1).isnan()
-    yield
-    torch.use_deterministic_algorithms(before[0])
-    torch.utils.deterministic.fill_uninitialized_memory = before[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+        assert torch.empty(1).isnan()
+        yield
+    torch.use_deterministic_algorithms(before)

@@ -64,15 +64,15 @@ def common_mean(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tens
     return q + shift[0], k + 10 * shift[1], v + shift[2], grad_out + shift[3]
 
 
-def sizes_far_apart(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+def sizes_far_apart(q, k, v, grad_out):
     """Tokens of V and dO from 2⁻⁸ to 2⁸, in opposite order."""
     sizes = 2.0 ** torch.linspace(-8, 8, q.shape[-2]).unsqueeze(-1)
     return q, k, v * sizes, grad_out * sizes.flip(0)
 
 
-def few_values(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> tuple[Tensor, ...]:
+def few_values(*inputs):
     """±1: every element of Q, K, V and dO is exact in INT8, and many logits are equal."""
-    return tuple(x.sign() for x in (q, k, v, grad_out))
+    return tuple(x.sign() for x in inputs)
 
 
 def tiny_grad_out(q, k, v, grad_out):

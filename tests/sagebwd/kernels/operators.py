@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from sagebwd import SageConfig, sage_attention
+from sagebwd import sage_attention
 from sagebwd.config import DEFAULT_CONFIG, encode
 from sagebwd.window import Window
 
@@ -40,21 +40,11 @@ def attention(kernels: str | None, **settings: object) -> Function:
 
 
 def forward(
-    kernels: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_kv: Tensor | None = None,
-    *,
-    is_causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-    scale: float | None = None,
-    config: SageConfig = DEFAULT_CONFIG,
-) -> tuple[Tensor, ...]:
+    kernels, q, k, v, cu_seqlens=None, cu_seqlens_kv=None, *, scale=None, config=DEFAULT_CONFIG, **mask
+):
     """All results of the operator ``sagebwd::forward``, past the checks of its arguments."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    window = Window.of(is_causal, window_size)
+    window = Window.of(mask.get("is_causal", True), mask.get("window_size", (-1, -1)))
     settings = (cu_seqlens, cu_seqlens_kv, *window, scale, encode(config), kernels)
     return torch.ops.sagebwd.forward(q, k, v, *settings)
 

@@ -33,28 +33,24 @@ def without_int8(*products: str, **settings: Any) -> SageConfig:
 class KernelSet:
     """A kernel set on a device, and what the tests must know of it.
 
-    name: as ``sage_attention(kernels=name)`` takes it.
-    part: what this description covers of the set, if it has several.
+    name: as ``sage_attention(kernels=name)`` takes it. part: what this covers of the set, if it has several.
     device: where its inputs lie. "cpu" is Triton's interpreter, which affords small cases only.
     gpu: the kind of GPU whose rules in :mod:`sagebwd.dispatch` say which settings run; None without one.
     why_unavailable: why it cannot run on this machine, None if it can. Its tests are then skipped.
     is_cuda: whether it is written in CUDA and takes operands that packing.cu packs.
-    is_reference: whether it is the reference. It runs the tests that do not compare with it, and those that
-        are marked with :data:`reference_too`.
-    is_emulated: whether these are the CUDA sources compiled as C++ (cuda/on_cpu), which no GPU is needed for.
-        Each setting takes seconds to compile, so that only tests marked with :data:`emulated_too` run them,
-        in fp16 alone: all that the sources know of bf16 is in a header that is replaced.
+    is_reference: it runs the tests that do not compare with it, and those marked with :data:`reference_too`.
+    is_emulated: these are the CUDA sources compiled as C++ (cuda/on_cpu), which no GPU is needed for. Each
+        setting takes a second to compile, so that only tests marked with :data:`emulated_too` run them, in
+        fp16 alone: all that the sources know of bf16 is in a header that is replaced.
     backward_kernels: the names of the kernels that compute gradients by default, at head size 64.
 
-    head_dims: the head sizes that most tests run.
-    all_head_dims: those of the tests about head sizes.
+    head_dims: the head sizes that most tests run. all_head_dims: those of the tests about head sizes.
     heads: (query heads, key heads) of tests about lengths.
     tokens: a length of several tiles of queries and of keys, the last of each not full.
     poisoned_tokens: tokens of these in different tiles, the last one too.
     short: (queries, keys) of tests that are not about lengths.
     small_tile: settings of a tile of which ``tokens`` are several, if that of the default is larger.
-    lengths: (queries, keys, is_causal) around its tiles.
-    float64_sizes: (tokens, head size, heads).
+    lengths: (queries, keys, is_causal) around its tiles. float64_sizes: (tokens, head size, heads).
     packs: by name (tokens of q, cu_seqlens, tokens of k, cu_seqlens_kv); the latter may be None.
     pack_heads: (query heads, key heads) by pack, "others" for those that are not named.
     variants: settings with code of their own in these kernels, which get tests of lengths and packs.
@@ -65,8 +61,8 @@ class KernelSet:
     large_values: ± these as Q and K give logits that choose among keys.
     exact_from: from which of ``large_values`` on such an output is exact. Below, it may be off by a step of
         fp16: kernels round the product before they subtract the maximum if it exceeds 2¹³.
-    agrees_to: relative L2 difference from the reference in fp16, with :meth:`conftest.assert_same`.
-    bf16_error: the same in bf16.
+    agrees_to, bf16_error: relative L2 difference from the reference in fp16, as ``assert_same`` has it, and
+        in bf16.
     extra_memory: at most so many times what q, k and v take is allocated on top of inputs and results, by
         default and if they fill their blocks.
     """
@@ -198,52 +194,32 @@ def _with_switches(config: SageConfig, smooth_k: bool, unsigned_p: bool) -> Sage
 
 
 INTERPRETER = KernelSet(
-    name="triton",
-    device="cpu",
-    gpu=None,
+    name="triton", device="cpu", gpu=None,
     why_unavailable=lambda: "a GPU is there: they are compiled" if torch.cuda.is_available() else None,
-    head_dims=(32,),
-    all_head_dims=(8, 80, 256),
-    heads=(1, 1),
-    tokens=70,
-    poisoned_tokens=(0, 40, 69),
-    short=(40, 40),
-    small_tile={"block_q": 64, "block_kv": 64},
-    lengths=_LENGTHS,
+    head_dims=(32,), all_head_dims=(8, 80, 256), heads=(1, 1), tokens=70, poisoned_tokens=(0, 40, 69),
+    short=(40, 40), small_tile={"block_q": 64, "block_kv": 64}, lengths=_LENGTHS,
     float64_sizes=((100, 64, 1),),
-    packs=_PACKS,
-    pack_heads={"others": (1, 1), "several": (2, 1), "two": (2, 2)},
-    variants={},
-    main_variants=(),
-    another_config=SageConfig(smooth_q=True, operand_scales="token"),
-    any_lengths=st.integers(1, 50),
-    any_head_dims=st.sampled_from([8, 16, 32, 40]),
+    packs=_PACKS, pack_heads={"others": (1, 1), "several": (2, 1), "two": (2, 2)},
+    variants={}, main_variants=(), another_config=SageConfig(smooth_q=True, operand_scales="token"),
+    any_lengths=st.integers(1, 50), any_head_dims=st.sampled_from([8, 16, 32, 40]),
     any_config=st.builds(
         _with_switches,
         st.builds(
-            SageConfig,
-            smooth_q=st.booleans(),
-            operand_scales=st.sampled_from(["block", "token"]),
+            SageConfig, smooth_q=st.booleans(), operand_scales=st.sampled_from(["block", "token"]),
             granularity=st.sampled_from(["block", "row"]),
             int8_matmuls=st.sets(st.sampled_from(MATMULS)).map(tuple),
-            block_q=st.sampled_from([32, 64]),
-            block_kv=st.sampled_from([32, 64]),
+            block_q=st.sampled_from([32, 64]), block_kv=st.sampled_from([32, 64]),
         ),
-        smooth_k=st.booleans(),
-        unsigned_p=st.booleans(),
+        smooth_k=st.booleans(), unsigned_p=st.booleans(),
     ),
     examples=8,  # each has settings of its own, for which a GPU compiles kernels
     large_values=(300, 60000),
-)
+)  # fmt: skip
 
 TRITON = replace(
-    INTERPRETER,
-    device="cuda",
-    gpu=dispatch.ARCHITECTURES["8.0"],
+    INTERPRETER, device="cuda", gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=lambda: None if torch.cuda.is_available() else "there is no GPU",
-    all_head_dims=(8, 40, 64, 80, 128, 256),
-    heads=(2, 1),
-    short=(130, 200),
+    all_head_dims=(8, 40, 64, 80, 128, 256), heads=(2, 1), short=(130, 200),
     lengths=(
         *_LENGTHS,
         *(
@@ -256,14 +232,12 @@ TRITON = replace(
     ),
     float64_sizes=((150, 64, 1), (1024, 128, 4), (777, 80, 3)),
     variants={
-        "smooth_v": SageConfig(smooth_v=True),
-        "unsigned_p": SageConfig(unsigned_p=True),
+        "smooth_v": SageConfig(smooth_v=True), "unsigned_p": SageConfig(unsigned_p=True),
         "consistent": SageConfig.consistent(),
     },
-    main_variants=("unsigned_p", "consistent"),
-    large_values=(100, 300, 1000, 3000, 10000, 60000),
+    main_variants=("unsigned_p", "consistent"), large_values=(100, 300, 1000, 3000, 10000, 60000),
     bf16_error=8e-3,  # steps of bf16 are 8 times those of fp16
-)
+)  # fmt: skip
 
 #: Plain PyTorch: sizes of the interpreter, and any setting.
 REFERENCE = replace(
@@ -280,6 +254,7 @@ _OTHER_LENGTHS = (
     (192, 128), (192, 257), (257, 2), (257, 256), (300, 64), (300, 1000), (1000, 31), (1000, 129),
     (1000, 300),
 )  # fmt: skip
+_LENGTHS_OF_HOPPER = (*((n, n) for n in _EQUAL_LENGTHS), *_OTHER_LENGTHS)
 
 #: Of both CUDA kernel sets.
 _CUDA_VARIANTS = {
@@ -314,25 +289,14 @@ def _without(is_right: Callable[[tuple[int, int]], bool]) -> str | None:
 _INT8_SWITCHES = {name: st.booleans() for name in ("smooth_k", "smooth_v", "unsigned_p")}
 
 HOPPER = KernelSet(
-    name="hopper",
-    device="cuda",
-    gpu=dispatch.ARCHITECTURES["9.0"],
-    why_unavailable=without_hopper,
-    is_cuda=True,
-    head_dims=(64, 128),
-    all_head_dims=(40, 48, 56, 72, 80, 96, 104, 120),
-    heads=(2, 1),
+    name="hopper", device="cuda", gpu=dispatch.ARCHITECTURES["9.0"], why_unavailable=without_hopper,
+    is_cuda=True, head_dims=(64, 128), all_head_dims=(40, 48, 56, 72, 80, 96, 104, 120), heads=(2, 1),
     tokens=140,
-    # Both blocks of 64 queries that share a tile of 128 keys, the next.
-    poisoned_tokens=(0, 40, 69, 130, 139),
+    poisoned_tokens=(0, 40, 69, 130, 139),  # both blocks of queries that share a tile of 128 keys, the next
     short=(130, 200),
     # Around blocks of 64 queries, work tiles of 128 and 192, blocks of 128 keys.
     lengths=(
-        *(
-            (*n, causal)
-            for n in (*((n, n) for n in _EQUAL_LENGTHS), *_OTHER_LENGTHS)
-            for causal in (True, False)
-        ),
+        *((*n, causal) for n in _LENGTHS_OF_HOPPER for causal in (True, False)),
         *((1, n, False) for n in (2, 63, 128, 129, 1000)),
     ),
     float64_sizes=((150, 64, 1), (1024, 128, 4), (777, 80, 3), (1024, 64, 1), (777, 128, 1)),
@@ -343,76 +307,57 @@ HOPPER = KernelSet(
         "empty documents": (128, [0, 0, 0, 65, 65, 128, 128, 128], 128, None),
         "short documents": (310, boundaries_of((n % 6 for n in range(120)), 5), 310, None),
         "other keys": (
-            620,
-            boundaries_of((65, 1, 128, 300, 63, 2), 10),
-            700,
-            boundaries_of((129, 64, 300, 63, 2, 127), 7),
+            620, boundaries_of((65, 1, 128, 300, 63, 2), 10),
+            700, boundaries_of((129, 64, 300, 63, 2, 127), 7),
         ),
         "keys or queries missing": (
-            400,
-            boundaries_of((64, 0, 129, 65, 0, 100)),
-            330,
-            boundaries_of((0, 130, 65, 0, 0, 130)),
+            400, boundaries_of((64, 0, 129, 65, 0, 100)), 330, boundaries_of((0, 130, 65, 0, 0, 130))
         ),
     },
     pack_heads={"others": (4, 2)},
     variants={
-        **_CUDA_VARIANTS,
-        "16-bit dQ": without_int8("dq"),
+        **_CUDA_VARIANTS, "16-bit dQ": without_int8("dq"),
         "consistent, 16-bit dQ": without_int8("o", "dv", "dq", compensate_o=True),
-        "S alone": without_int8("o", "dv", "dq", "dk"),
-        "paper": SageConfig.paper(),
+        "S alone": without_int8("o", "dv", "dq", "dk"), "paper": SageConfig.paper(),
     },
     main_variants=(*_MAIN_CUDA_VARIANTS, "16-bit dQ", "consistent, 16-bit dQ", "S alone", "paper"),
     another_config=SageConfig(smooth_v=True, unsigned_p=True),
-    any_lengths=st.integers(1, 400),
-    any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
+    any_lengths=st.integers(1, 400), any_head_dims=st.integers(5, 16).map(lambda n: 8 * n),
     any_config=st.one_of(
         st.builds(SageConfig, operand_scales=st.sampled_from(["block", "token"]), **_INT8_SWITCHES),
         st.builds(functools.partial(replace, SageConfig.paper()), **_INT8_SWITCHES),
     ),
-    examples=90,
-    large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000),
-    exact_from=100,
-)
+    examples=90, large_values=(22, 24, 26, 28, 100, 300, 3000, 10000, 60000), exact_from=100,
+)  # fmt: skip
 
 #: Other tiles, and other loops, in which products of 64 channels take turns.
 HOPPER_256 = replace(
-    HOPPER,
-    part="256",
-    head_dims=(256,),
-    all_head_dims=(136, 160, 192, 248),
+    HOPPER, part="256", head_dims=(256,), all_head_dims=(136, 160, 192, 248),
     lengths=tuple(length for i, length in enumerate(HOPPER.lengths) if i % 3 == 0 or length[0] <= 65),
     float64_sizes=((150, 256, 1), (1024, 256, 2), (777, 200, 1)),
-    variants=_CUDA_VARIANTS,
-    main_variants=_MAIN_CUDA_VARIANTS,
+    variants=_CUDA_VARIANTS, main_variants=_MAIN_CUDA_VARIANTS,
     any_head_dims=st.integers(17, 32).map(lambda n: 8 * n),
     any_config=st.builds(SageConfig, operand_scales=st.sampled_from(["block", "token"]), **_INT8_SWITCHES),
     examples=30,
-)
+)  # fmt: skip
 
 # --- Ampere ------------------------------------------------------------------------------------------------
 
 
 #: The tiles and packed operands of Hopper, and others.
 AMPERE = replace(
-    HOPPER,
-    name="ampere",
+    HOPPER, name="ampere", gpu=dispatch.ARCHITECTURES["8.0"],
     backward_kernels=(f"{backward_source(DEFAULT_CONFIG.tile(64), 64)}_kernel",),
-    gpu=dispatch.ARCHITECTURES["8.0"],
     why_unavailable=lambda: _without(lambda capability: capability >= dispatch.AMPERE),
-    all_head_dims=(8, 32, *HOPPER.all_head_dims),
-    any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
+    all_head_dims=(8, 32, *HOPPER.all_head_dims), any_head_dims=st.integers(1, 16).map(lambda n: 8 * n),
     variants={
-        **_CUDA_VARIANTS,
-        "paper": SageConfig.paper(),
+        **_CUDA_VARIANTS, "paper": SageConfig.paper(), "dP in fp16": SageConfig(dp_fp16_accumulation=True),
         "row scales in 128 x 64": SageConfig(block_q=128, block_kv=64, unsigned_p=True),
-        "dP in fp16": SageConfig(dp_fp16_accumulation=True),
         "dP in fp16, paper": replace(SageConfig.paper(), dp_fp16_accumulation=True),
     },
     main_variants=(*_MAIN_CUDA_VARIANTS, "paper"),
     extra_memory=2.25,  # one backward kernel needs all packed operands at once, and dQ in fp32
-)
+)  # fmt: skip
 
 # --- CUDA sources on a CPU ---------------------------------------------------------------------------------
 
@@ -424,16 +369,9 @@ def _without_compiler() -> str | None:
 
 
 _ON_CPU = {
-    "device": "cpu",
-    "is_emulated": True,
-    "why_unavailable": _without_compiler,
-    "head_dims": (64,),
-    "heads": (4, 2),
-    "poisoned_tokens": (0, 70, 139),
-    "short": (65, 130),
-    "examples": 0,
-    "agrees_to": 2e-4,
-}
+    "device": "cpu", "is_emulated": True, "why_unavailable": _without_compiler, "head_dims": (64,),
+    "heads": (4, 2), "poisoned_tokens": (0, 70, 139), "short": (65, 130), "examples": 0, "agrees_to": 2e-4,
+}  # fmt: skip
 EMULATED = (replace(HOPPER, **_ON_CPU), replace(AMPERE, **_ON_CPU))
 
 #: All of them. Those on "cpu" run without a GPU, the others with ``-m gpu``.

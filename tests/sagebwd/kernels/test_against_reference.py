@@ -31,48 +31,33 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 # --- Settings ----------------------------------------------------------------------------------------------
 
+TOKENS, BLOCKS = {"operand_scales": "token"}, {"granularity": "block"}
+UNSIGNED = {"unsigned_p": True}
+ONLY = {name: {"int8_matmuls": (name,)} for name in MATMULS}
+ALL_BUT = {name: {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS}
 SETTINGS = {
-    "granularity": {"granularity": "block"},
-    "only smooth_q": {"smooth_q": True, "smooth_k": False},
-    "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False, "operand_scales": "token"},
-    "unsigned_p": {"unsigned_p": True},
-    "unsigned_p, token scales, granularity": {
-        "unsigned_p": True,
-        "operand_scales": "token",
-        "granularity": "block",
-    },
+    "granularity": BLOCKS, "only smooth_q": {"smooth_q": True, "smooth_k": False}, "unsigned_p": UNSIGNED,
+    "only smooth_v, token scales": {"smooth_v": True, "smooth_k": False} | TOKENS,
+    "unsigned_p, token scales, granularity": UNSIGNED | TOKENS | BLOCKS,
     "compensate_o": {"compensate_o": True, "int8_matmuls": ("s_fwd", "s_bwd", "dv", "dq", "dk")},
-    "S and O in 16 bit": {"smooth_k": False, "operand_scales": "token", "int8_matmuls": ("dv", "dq", "dk")},
-    "all INT8, everything": {"int8_matmuls": MATMULS, "operand_scales": "token", "smooth_q": True},
+    "S and O in 16 bit": {"smooth_k": False, "int8_matmuls": ("dv", "dq", "dk")} | TOKENS,
+    "all INT8, everything": {"int8_matmuls": MATMULS, "smooth_q": True} | TOKENS,
     "no INT8, everything": {"int8_matmuls": (), "smooth_q": True},
-    **{f"only {name}": {"int8_matmuls": (name,)} for name in ("s_fwd", "dp", "dq")},
-}
+    **{f"only {name}": ONLY[name] for name in ("s_fwd", "dp", "dq")},
+}  # fmt: skip
 #: For GPUs.
 MORE_SETTINGS = {
-    "default": {},
-    "smooth_q": {"smooth_q": True},
-    "no smoothing": {"smooth_k": False},
-    "smooth_v": {"smooth_v": True},
-    "token scales": {"operand_scales": "token"},
-    "token scales, granularity": {"operand_scales": "token", "granularity": "block"},
-    "all INT8": {"int8_matmuls": MATMULS},
-    "no INT8": {"int8_matmuls": ()},
-    **{f"only {name}": {"int8_matmuls": (name,)} for name in ("o", "s_bwd", "dv", "dk")},
-    "unsigned_p, granularity": {"unsigned_p": True, "granularity": "block"},
-    "unsigned_p, token scales": {"unsigned_p": True, "operand_scales": "token", "smooth_k": False},
-    "unsigned_p, smooth_v": {"unsigned_p": True, "smooth_v": True},
-    **{
-        f"unsigned_p, not {name}": {
-            "unsigned_p": True,
-            "int8_matmuls": tuple(x for x in MATMULS if x != name),
-        }
-        for name in P_MATMULS
-    },
-    **{f"not {name}": {"int8_matmuls": tuple(x for x in MATMULS if x != name)} for name in MATMULS},
-    **{
-        f"token scales, only {name}": {"operand_scales": "token", "int8_matmuls": (name,)} for name in MATMULS
-    },
-}
+    "default": {}, "smooth_q": {"smooth_q": True}, "no smoothing": {"smooth_k": False},
+    "smooth_v": {"smooth_v": True}, "token scales": TOKENS, "token scales, granularity": TOKENS | BLOCKS,
+    "all INT8": {"int8_matmuls": MATMULS}, "no INT8": {"int8_matmuls": ()},
+    **{f"only {name}": ONLY[name] for name in ("o", "s_bwd", "dv", "dk")},
+    "unsigned_p, granularity": UNSIGNED | BLOCKS,
+    "unsigned_p, token scales": UNSIGNED | TOKENS | {"smooth_k": False},
+    "unsigned_p, smooth_v": UNSIGNED | {"smooth_v": True},
+    **{f"unsigned_p, not {name}": UNSIGNED | ALL_BUT[name] for name in P_MATMULS},
+    **{f"not {name}": settings for name, settings in ALL_BUT.items()},
+    **{f"token scales, only {name}": TOKENS | settings for name, settings in ONLY.items()},
+}  # fmt: skip
 
 
 def settings_of(kernel_set):
@@ -134,11 +119,9 @@ def test_lengths(check, sample, kernel_set, n_q, n_kv, is_causal, head_dim):
 
 #: Runs of the head sizes, the first of them in the interpreter.
 HEAD_SIZE_SETTINGS = {
-    "default": {},
-    "token scales": {"operand_scales": "token"},
+    "default": {}, "token scales": TOKENS, "no INT8": {"int8_matmuls": ()},
     "smooth_q, all INT8": {"smooth_q": True, "int8_matmuls": MATMULS},
-    "no INT8": {"int8_matmuls": ()},
-}
+}  # fmt: skip
 
 
 def head_size_settings(kernel_set):
@@ -203,9 +186,8 @@ def test_logsumexp_of_rounded_p(sample_on_device, kernel_set, config):
     """A compensated O is divided by the sum of the P that it multiplies: in BF16 that is another sum."""
     q, k, v, _ = sample_on_device(100, heads=2, kv_heads=1, dtype=BF16)
     _, lse, *_ = operators.forward(kernel_set.name, q, k, v, is_causal=True, config=config)
-    wanted = reference.attention(
-        *(x.cpu() for x in (q, k, v)), enable_gqa=True, is_causal=True, config=config
-    )
+    inputs = (x.cpu() for x in (q, k, v))
+    wanted = reference.attention(*inputs, enable_gqa=True, is_causal=True, config=config)
     torch.testing.assert_close(lse.cpu(), wanted.lse * 1.4426950408889634, rtol=0, atol=2e-4)
 
 
@@ -234,16 +216,16 @@ def layout_cases(kernel_set):
     if kernel_set.runs(reads_16_bit_too):
         configs = {"S and dV in INT8": reads_16_bit_too, **configs}
     if kernel_set.is_emulated:
-        named = {name: PRESETS[name] for name in ("default", "consistent", "int8_scores")}
-        return [
-            pytest.param(first, config, 40, FP16, id=f"{first}-{name}")
-            for first, (name, config) in enumerate(kernel_set.those_it_runs(named).items())
-        ]
+        presets = kernel_set.those_it_runs(
+            {name: PRESETS[name] for name in ("default", "consistent", "int8_scores")}
+        )
+        return named(
+            {f"{i}-{name}": (i, config, 40, FP16) for i, (name, config) in enumerate(presets.items())}
+        )
     if not kernel_set.is_gpu:
-        return [
-            pytest.param(first, reads_16_bit_too, 32, FP16, id=f"{first}-S and dV in INT8-fp16")
-            for first in (0, 1)
-        ]
+        return named(
+            {f"{first}-S and dV in INT8-fp16": (first, reads_16_bit_too, 32, FP16) for first in (0, 1)}
+        )
     return [
         pytest.param(first, config, head_dim, dtype, id=f"{first}-{name}-{head_dim}-{dtype}")
         for first in range(4)
@@ -298,12 +280,10 @@ def test_anything(kernels, attend_reference, sample, kernel_set):
     In dK that is for 64 queries: rests of more add up, with either sign.
     """
 
-    @settings(
-        deadline=None,
-        max_examples=kernel_set.examples,
-        phases=(Phase.explicit, Phase.reuse, Phase.generate),  # to shrink takes the interpreter hours
-        suppress_health_check=[HealthCheck.too_slow],
-    )
+    phases = (Phase.explicit, Phase.reuse, Phase.generate)  # to shrink takes the interpreter hours
+    slow = {"phases": phases, "suppress_health_check": [HealthCheck.too_slow]}
+
+    @settings(deadline=None, max_examples=kernel_set.examples, **slow)
     @given(
         n_q=kernel_set.any_lengths,
         n_kv=kernel_set.any_lengths,
@@ -320,8 +300,7 @@ def test_anything(kernels, attend_reference, sample, kernel_set):
         inputs = sample(n_q, n_kv, batch=batch, head_dim=head_dim, **options)
         wanted = vars(reference.exact_attention(*inputs, is_causal=is_causal))
         found, expected = (
-            attention(*inputs, config=config, is_causal=is_causal)
-            for attention in (kernels, attend_reference)
+            x(*inputs, config=config, is_causal=is_causal) for x in (kernels, attend_reference)
         )
         for name in NAMES:
             x, y = found[name].double(), expected[name].double()

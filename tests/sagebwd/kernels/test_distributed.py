@@ -63,10 +63,8 @@ def run_rank(kernels, channels, device, rank, folder):
     try:
         share = SEQUENCES // RANKS
         own = slice(share * rank, share * (rank + 1))
-        found = {
-            prepare.__name__: gradients(kernels, channels, device, own, prepare)
-            for prepare in (wrapped, sharded)
-        }
+        model = (kernels, channels, device, own)
+        found = {prepare.__name__: gradients(*model, prepare) for prepare in (wrapped, sharded)}
         torch.save(found, folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()

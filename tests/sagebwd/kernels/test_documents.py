@@ -14,16 +14,13 @@ from tests.sagebwd.kernels.sets import BF16, FP16, emulated_too, every_head_dim,
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 CONFIGS = {
-    "default": SageConfig(),
-    "paper": SageConfig(granularity="block", block_q=64, block_kv=64),
-    "strictly causal": SageConfig.strictly_causal(),
-    "smooth_q": SageConfig(smooth_q=True, block_q=32, block_kv=64),
-    "smooth_v": SageConfig(smooth_v=True),
-    "unsigned_p": SageConfig(unsigned_p=True),
+    "default": SageConfig(), "paper": SageConfig(granularity="block", block_q=64, block_kv=64),
+    "strictly causal": SageConfig.strictly_causal(), "smooth_v": SageConfig(smooth_v=True),
+    "smooth_q": SageConfig(smooth_q=True, block_q=32, block_kv=64), "unsigned_p": SageConfig(unsigned_p=True),
     "no INT8": SageConfig(int8_matmuls=()),
     "compensate_o": SageConfig(int8_matmuls=("dq",), compensate_o=True),
     "all INT8": SageConfig(int8_matmuls=MATMULS, block_q=64, block_kv=32),
-}
+}  # fmt: skip
 MASKS = {"causal": {"is_causal": True}, "full": {}, "window": {"window_size": (11, 2)}}
 #: For the interpreter.
 FEW_CASES = [

@@ -42,29 +42,22 @@ def configs_of(kernel_set):
     """Settings by name, in tiles of which ``kernel_set.tokens`` are several."""
     config = kernel_set.config
     if kernel_set.is_emulated:
-        names = ("default", "paper", "strictly_causal", "int8_scores")
-        configs = {name: PRESETS[name] for name in names}
+        configs = {name: PRESETS[name] for name in ("default", "paper", "strictly_causal", "int8_scores")}
         return kernel_set.those_it_runs(configs | {"dP in fp16": SageConfig(dp_fp16_accumulation=True)})
-    return kernel_set.those_it_runs(
-        {
-            "default": config(),
-            "paper": config(granularity="block"),
-            "strictly causal": replace(SageConfig.strictly_causal(), **kernel_set.small_tile),
-            "no INT8": config(int8_matmuls=()),
-            "all INT8": config(int8_matmuls=MATMULS),
-            "unsigned_p": config(unsigned_p=True),
-            "dP in fp16": config(dp_fp16_accumulation=True),
-        }
-    )
+    configs = {
+        "default": config(), "paper": config(granularity="block"), "no INT8": config(int8_matmuls=()),
+        "strictly causal": replace(SageConfig.strictly_causal(), **kernel_set.small_tile),
+        "all INT8": config(int8_matmuls=MATMULS), "unsigned_p": config(unsigned_p=True),
+        "dP in fp16": config(dp_fp16_accumulation=True),
+    }  # fmt: skip
+    return kernel_set.those_it_runs(configs)
 
 
 def every_kind_of_config(kernel_set):
     """The interpreter affords a scale for each block, one for each token, and none."""
-    configs = configs_of(kernel_set)
-    kinds = (
-        configs if kernel_set.is_gpu or kernel_set.is_reference else ("default", "strictly causal", "no INT8")
-    )
-    return named({name: configs[name] for name in kinds})
+    configs, kinds = configs_of(kernel_set), ("default", "strictly causal", "no INT8")
+    is_all = kernel_set.is_gpu or kernel_set.is_reference
+    return named({name: configs[name] for name in (configs if is_all else kinds)})
 
 
 every_config = over("config", every_kind_of_config)

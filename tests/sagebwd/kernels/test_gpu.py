@@ -59,9 +59,8 @@ def most_memory(kernel_set, heads, tokens, head_dim, documents=1):
     times q, in blocks as torch allocates them; 10.75 are allowed. With documents of 1024 tokens it is 11.13;
     11.44 are allowed.
     """
-    padded_q, padded_kv = (
-        block_count(tokens, block, documents) * block for block in DEFAULT_CONFIG.tile(head_dim)
-    )
+    tile = DEFAULT_CONFIG.tile(head_dim)
+    padded_q, padded_kv = (block_count(tokens, block, documents) * block for block in tile)
     extra = kernel_set.extra_memory * (padded_q + 2 * padded_kv)
     return round((4 * tokens + extra) * heads * head_dim * 2)
 

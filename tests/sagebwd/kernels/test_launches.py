@@ -1,5 +1,6 @@
 """How many kernels a call launches, and what else a GPU is asked to do; nothing runs on one."""
 
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +8,9 @@ import torch
 
 from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.interface import AttentionParams
-from sagebwd.kernels.cuda import launch, plan
 from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import tensor_map
 from sagebwd.window import CAUSAL
+from tests.sagebwd.kernels.cuda import sources_on_cpu
 from tests.sagebwd.kernels.operators import Watch
 
 PARAMS = AttentionParams(CAUSAL, 0.1, DEFAULT_CONFIG, "hopper", pack_for_backward=True)
@@ -46,11 +46,7 @@ def test_hopper(sample, monkeypatch):
         start = lambda *_: launched.append(name.removesuffix("_kernel"))  # noqa: E731
         return lambda: SimpleNamespace(parameters=None, start=start)
 
-    monkeypatch.setattr(launch, "start_loading", start_loading)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 1)
-    monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
-    plan.plan_of.cache_clear()
-
+    sources_on_cpu.no_gpu(monkeypatch, start_loading)
     assert count(hopper.forward, hopper.backward, launched, sample) == (
         (["token_sum", "token_mean", "pack_q", "pack_kv_int8", "forward"], []),
         (["pack_grad", "dk_dv", "pack_k_columns", "dq"], []),
@@ -63,16 +59,10 @@ def test_triton(sample, monkeypatch):
 
     launched = []
 
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return lambda *_, **__: launched.append(self.name)
-
     for module in (quantize, forward, backward):
         for name in [x for x in vars(module) if x.endswith("_kernel")]:
-            monkeypatch.setattr(module, name, Kernel(name.strip("_").removesuffix("_kernel")))
+            launch = lambda *_, name=name, **__: launched.append(name.strip("_").removesuffix("_kernel"))  # noqa: E731
+            monkeypatch.setattr(module, name, defaultdict(lambda launch=launch: launch))
     assert count(forward.forward, backward.backward, launched, sample) == (
         (["block_sum", "mean", "quantize", "quantize", "quantize", "forward"], []),
         (["quantize", "quantize", "quantize_grad", "dk_dv", "dq"], []),

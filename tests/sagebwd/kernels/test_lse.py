@@ -1,7 +1,4 @@
-"""The logsumexp is differentiable: parts of an attention that are put together by it have right gradients.
-
-The truth is autograd's, in float64. CUDA kernels run as C++ where there is no GPU.
-"""
+"""Parts of an attention, put together by their logsumexp, have right gradients: autograd's, in float64."""
 
 import functools
 from itertools import pairwise
@@ -22,9 +19,7 @@ from tests.sagebwd.kernels.inputs import GRADIENTS
 from tests.sagebwd.kernels.sets import emulated_too, only, over
 from tests.sagebwd.test_window import mask_of
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.fixture
@@ -123,24 +118,18 @@ PADDING = torch.tensor([[True] * 150, [False] * 30 + [True] * 100 + [False] * 20
 #: By name: settings, which keys a query sees, and sizes. In all but the first are queries without keys.
 MASKS = {
     "causal": (
-        {"is_causal": True, "config": PRESETS["strictly_causal"]},
-        mask_of(150, 90, -1, 0),
+        {"is_causal": True, "config": PRESETS["strictly_causal"]}, mask_of(150, 90, -1, 0),
         {"n_kv": 90, "value_dim": 56},
     ),
     "window": ({"window_size": (20, 3)}, mask_of(150, 90, 20, 3), {"n_kv": 90, "value_dim": 24}),
     "packed": (
-        {
-            "cu_seqlens": torch.tensor(CUTS),
-            "cu_seqlens_kv": torch.tensor(CUTS_KV),
-            "config": PRESETS["consistent"],
-        },
-        documents(150, 130, CUTS, CUTS_KV),
-        {"n_kv": 130},
+        {"cu_seqlens": torch.tensor(CUTS), "cu_seqlens_kv": torch.tensor(CUTS_KV)}
+        | {"config": PRESETS["consistent"]},
+        documents(150, 130, CUTS, CUTS_KV), {"n_kv": 130},
     ),
     "padded": (
         {"is_causal": True, "key_padding_mask": PADDING},
-        mask_of(150, 150, -1, 0) & (PADDING[:, None, :] & PADDING[:, :, None])[:, None],
-        {"batch": 2},
+        mask_of(150, 150, -1, 0) & (PADDING[:, None, :] & PADDING[:, :, None])[:, None], {"batch": 2},
     ),
 }  # fmt: skip
 FEW_MASKS = ("window", "packed")
@@ -234,14 +223,12 @@ WAYS = {
 }
 
 
+#: Inductor needs minutes of a C++ compiler.
+ON_CPU = [(way, "cpu") for way in WAYS if way != "compiled by inductor"]
+
+
 @pytest.mark.parametrize(
-    ("way", "device"),
-    [
-        *(
-            (way, "cpu") for way in WAYS if way != "compiled by inductor"
-        ),  # it needs minutes of a C++ compiler
-        *(pytest.param(way, "cuda", marks=pytest.mark.gpu) for way in WAYS),
-    ],
+    ("way", "device"), ON_CPU + [pytest.param(way, "cuda", marks=pytest.mark.gpu) for way in WAYS]
 )
 @pytest.mark.parametrize("config", ["default", "consistent"])
 @pytest.mark.parametrize("with_out", [True, False], ids=["out and lse", "lse alone"])

@@ -12,7 +12,7 @@ from sagebwd.kernels.on_import import when_imported
 def module(tmp_path, monkeypatch):
     """A module that can be imported, in a package."""
     (tmp_path / "slow_package").mkdir()
-    (tmp_path / "slow_package" / "__init__.py").write_text("")
+    (tmp_path / "slow_package" / "__init__.py").touch()
     (tmp_path / "slow_package" / "part.py").write_text("values = [1]")
     monkeypatch.syspath_prepend(tmp_path)
     yield "slow_package.part"
@@ -21,30 +21,19 @@ def module(tmp_path, monkeypatch):
 
 
 def test_it_is_registered_once_after_the_import(module):
-    calls = []
-    finders = list(sys.meta_path)
+    """Also where its spec is asked for first."""
+    calls, finders = [], list(sys.meta_path)
     when_imported(module, lambda: calls.append([*sys.modules[module].values]))
     importlib.import_module("slow_package")
+    assert importlib.util.find_spec(module).name == module
+    assert importlib.util.find_spec("slow_package.absent") is None
     assert calls == []
     part = importlib.import_module(module)
-    assert calls == [[1]]
-    assert importlib.import_module(module) is part
-    assert importlib.reload(part)
+    assert importlib.import_module(module) is importlib.reload(part) is part
     assert calls == [[1]]
     assert sys.meta_path == finders
     when_imported(module, lambda: calls.append("at once"))
     assert calls[1:] == ["at once"]
-
-
-def test_asking_for_the_spec_first_loses_nothing(module):
-    calls, finders = [], list(sys.meta_path)
-    when_imported(module, lambda: calls.append("registered"))
-    assert importlib.util.find_spec(module).name == module
-    assert importlib.util.find_spec("slow_package.absent") is None
-    assert calls == []
-    importlib.import_module(module)
-    assert calls == ["registered"]
-    assert sys.meta_path == finders
 
 
 def test_an_error_does_not_break_the_import(module):

@@ -23,13 +23,9 @@ CONFIGS = {
 #: (queries, keys, window): windows narrower than a tile, wider than one, and without a limit on one side;
 #: queries that see no key.
 FEW_SHAPES = (
-    (150, 150, (70, 3)),
-    (150, 150, (9, 0)),
-    (140, 70, (20, 30)),
-    (70, 140, (-1, 40)),
-    (131, 66, (40, -1)),
+    (150, 150, (70, 3)), (150, 150, (9, 0)), (140, 70, (20, 30)), (70, 140, (-1, 40)), (131, 66, (40, -1)),
     (65, 65, (0, 1)),
-)
+)  # fmt: skip
 MORE_SHAPES = (
     (1, 300, (0, 2)),
     *(

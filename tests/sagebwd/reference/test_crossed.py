@@ -40,19 +40,13 @@ def test_any_attention(
     """Exact but for rounding to fp32 without INT8, near it with; zero where a query or key sees nothing."""
     columns = (columns * len(rows))[: len(rows)]  # as many documents
     n_q, n_kv = max(sum(rows), 1), max(sum(columns), 1)
-    batch, packed = 2, {}
+    packed = {}
     if is_packed:
-        batch = 1
-        packed = {
-            name: torch.tensor([0, *lengths]).cumsum(0)
-            for name, lengths in (("cu_seqlens", rows), ("cu_seqlens_kv", columns))
-        }
-    generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (batch, n, tokens, head_dim)
-        for n, tokens in zip((heads[0], *[heads[1]] * 2, heads[0]), (n_q, n_kv, n_kv, n_q), strict=True)
-    ]
-    inputs = [torch.randn(shape, generator=generator) for shape in shapes]
+        lengths = {"cu_seqlens": rows, "cu_seqlens_kv": columns}
+        packed = {name: torch.tensor([0, *own]).cumsum(0) for name, own in lengths.items()}
+    generator, q, k = torch.Generator().manual_seed(seed), (heads[0], n_q), (heads[1], n_kv)
+    batch = 1 if is_packed else 2
+    inputs = [torch.randn(batch, *x, head_dim, generator=generator) for x in (q, k, k, q)]
     mask = {"window_size": window_size, "is_causal": is_causal, "scale": scale, **packed}
     found = attention(*inputs, config=config, enable_gqa=True, **mask)
     wanted = exact_attention(*inputs, **mask)
@@ -63,9 +57,7 @@ def test_any_attention(
         assert x.isfinite().all(), name
         if config in EXACT:
             torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-4, msg=name)
-        elif (
-            head_dim > 1 and y.norm() > 0.1 * y.numel() ** 0.5
-        ):  # else it is noise, as dQ where a query sees one key
+        elif head_dim > 1 and y.norm() > 0.1 * y.numel() ** 0.5:  # else noise, as dQ of one visible key
             assert relative_l2(x, y) < 0.15, name
     for name in ("out", "dq"):
         assert not getattr(found, name)[~sees].any(), name

@@ -35,22 +35,17 @@ def assert_close(result, wanted, names=("lse", *NAMES)):
         torch.testing.assert_close(getattr(result, name), wanted[name], rtol=1e-12, atol=1e-12)
 
 
+CAUSAL = {"is_causal": True}
+MASKS = [
+    (70, 70, CAUSAL), (1, 50, {}), (50, 1, CAUSAL), (31, 77, CAUSAL), (77, 31, {}),
+    *((*n, {"window_size": window}) for n, window in (((40, 40), (0, 0)), ((40, 40), (12, -1)))),
+    *((*n, {"window_size": window}) for n, window in (((47, 13), (5, 0)), ((47, 13), (-1, 4)))),
+    (13, 47, {"window_size": (3, 9)}),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("elements_at_once", [1, 500, 2**24], ids=["row by row", "some rows", "at once"])
-@pytest.mark.parametrize(
-    ("n_q", "n_kv", "mask"),
-    [
-        (70, 70, {"is_causal": True}),
-        (1, 50, {}),
-        (50, 1, {"is_causal": True}),
-        (31, 77, {"is_causal": True}),
-        (77, 31, {}),
-        (40, 40, {"window_size": (0, 0)}),
-        (47, 13, {"window_size": (5, 0)}),
-        (13, 47, {"window_size": (3, 9)}),
-        (47, 13, {"window_size": (-1, 4)}),
-        (40, 40, {"window_size": (12, -1)}),
-    ],
-)
+@pytest.mark.parametrize(("n_q", "n_kv", "mask"), MASKS)
 def test_equals_autograd(draw, n_q, n_kv, mask, elements_at_once):
     inputs = draw(n_q, n_kv, heads=4, kv_heads=2, dtype=torch.bfloat16)
     options = {**mask, "scale": 0.3}
@@ -66,9 +61,8 @@ def test_packed_documents_are_attention_on_each_alone(draw, is_causal):
     q, k, v, grad_out = draw(60, 50, batch=1, heads=2, kv_heads=1)
     rows, columns = [5, 25, 25, 58], [0, 20, 30, 50]
     boundaries = {"cu_seqlens": torch.tensor(rows), "cu_seqlens_kv": torch.tensor(columns)}
-    found = exact_attention(
-        q, k, v, grad_out, is_causal=is_causal, matrices=True, elements_at_once=300, **boundaries
-    )
+    settings = {"is_causal": is_causal, "matrices": True, "elements_at_once": 300, **boundaries}
+    found = exact_attention(q, k, v, grad_out, **settings)
     wanted = {name: torch.zeros_like(getattr(found, name)) for name in NAMES}
     wanted["lse"] = torch.full_like(found.lse, -math.inf)
     for queries, keys in ((slice(5, 25), slice(0, 20)), (slice(25, 58), slice(30, 50))):
@@ -102,15 +96,11 @@ def test_rows_arrive_in_order_and_cover_the_matrices(draw):
     torch.testing.assert_close(s, logits.tril())
 
 
-def test_without_grad_out_and_in_float32(draw):
-    q, k, v, _ = draw(20)
+def test_without_grad_out_and_in_float32_whatever_autograd_and_autocast_are(draw):
+    q, k, v, grad_out = draw(20)
     result = exact_attention(q, k, v, matrices=True, dtype=torch.float32)
     assert result.out.dtype == result.lse.dtype == result.p.dtype == torch.float32
     assert all(getattr(result, name) is None for name in ("dp", "ds", "delta", "dq", "dk", "dv"))
-
-
-def test_autograd_and_autocast_do_not_matter(draw):
-    q, k, v, grad_out = draw(20)
     wanted = exact_attention(q, k, v, grad_out)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = exact_attention(q.requires_grad_(), k, v, grad_out)
@@ -144,11 +134,7 @@ def test_sinks_and_wider_values(draw):
 
 def test_tf32_is_off_in_it_only(draw):
     precisions = []
-    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
-    try:
-        exact_attention(*draw(), on_rows=lambda rows: precisions.append(torch.get_float32_matmul_precision()))
-        assert precisions == ["highest"]
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    exact_attention(*draw(), on_rows=lambda rows: precisions.append(torch.get_float32_matmul_precision()))
+    assert precisions == ["highest"]
+    assert torch.get_float32_matmul_precision() == "high"

@@ -50,10 +50,10 @@ def test_ties_round_to_even():
     assert quantize(x, unsigned=True).values.tolist() == [[255, 0, 2, 128, 128, 254]]
 
 
-@pytest.mark.parametrize(
-    ("largest", "unsigned"),
-    [(0.0, False), (0.0, True), (1e-44, False), (126 * TINY, False), (254 * TINY, True)],
-)
+SUBNORMAL = [(0.0, False), (0.0, True), (1e-44, False), (126 * TINY, False), (254 * TINY, True)]
+
+
+@pytest.mark.parametrize(("largest", "unsigned"), SUBNORMAL)
 def test_a_scale_that_would_be_subnormal_gives_zeros(largest, unsigned):
     values, scale = quantize(torch.full((2, 2), largest), unsigned=unsigned)
     assert not values.any()
@@ -87,10 +87,9 @@ def test_int8_products_are_exact(length, smallest, largest):
 
 def test_a_scale_along_the_contracted_axis_is_refused():
     x = torch.ones(3, 3)
-    with pytest.raises(ValueError, match="vary along the contracted axis"):
-        product(quantize(x, PER_COLUMN), quantize(x))
-    with pytest.raises(ValueError, match="vary along the contracted axis"):
-        product(quantize(x), quantize(x, PER_ROW))
+    for operands in ((quantize(x, PER_COLUMN), quantize(x)), (quantize(x), quantize(x, PER_ROW))):
+        with pytest.raises(ValueError, match="vary along the contracted axis"):
+            product(*operands)
 
 
 def test_products_outside_int8_round_to_the_dtype():

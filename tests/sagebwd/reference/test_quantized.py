@@ -7,40 +7,27 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import SageConfig
-from sagebwd.config import DEFAULT_CONFIG, MATMULS, PRESETS
+from sagebwd.config import MATMULS, PRESETS
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, exact_attention
 from tests.inputs import gradients
 from tests.sagebwd.kernels.inputs import outlier_value, rows_far_apart, tiny_grad_out
 
 NAMES = ("out", "dq", "dk", "dv")
-SETTINGS = [
-    {},
-    {"smooth_k": False},
-    {"smooth_q": True},
-    {"smooth_v": True},
-    {"unsigned_p": True},
-    {"operand_scales": "token"},
-    *({"int8_matmuls": matmuls} for matmuls in (MATMULS, *((name,) for name in MATMULS))),
-]
+SWITCHES = ({}, {"smooth_k": False}, {"smooth_q": True}, {"smooth_v": True}, {"unsigned_p": True})
+PRODUCTS = ({"int8_matmuls": matmuls} for matmuls in (MATMULS, *((name,) for name in MATMULS)))
+SETTINGS = [*SWITCHES, {"operand_scales": "token"}, *PRODUCTS]
 CONFIGS = [*(SageConfig(**settings) for settings in SETTINGS), *PRESETS.values()]
 
 
-@pytest.fixture
-def errors():
+def errors(inputs, config, **mask):
     """Relative L2 of out, dq, dk, dv (in this order) against float64 attention."""
-
-    def errors(inputs, config=DEFAULT_CONFIG, *, is_causal=False, window_size=(-1, -1)):
-        mask = {"is_causal": is_causal, "window_size": window_size}
-        wanted = vars(exact_attention(*inputs, **mask))
-        result = attention(*inputs, config=config, **mask)
-        return [relative_l2(getattr(result, name), wanted[name]) for name in NAMES]
-
-    return errors
+    wanted, result = exact_attention(*inputs, **mask), attention(*inputs, config=config, **mask)
+    return [relative_l2(getattr(result, name), getattr(wanted, name)) for name in NAMES]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_close_to_attention_in_a_window_under_every_switch(draw, errors, config):
+def test_close_to_attention_in_a_window_under_every_switch(draw, config):
     """The paper's scales of whole tiles cost twice as much. Without a window: see test_specification.py."""
     inputs = draw(150, 130, head_dim=40)
     bound = 0.06 if config.granularity == "block" else 0.026
@@ -72,7 +59,7 @@ def test_compensation_gives_the_delta_of_the_backwards_own_p_and_dp(draw, dtype,
     assert row_sums(True) < 0.005
 
 
-def test_the_consistent_preset_has_the_same_error_whatever_values_have_in_common(draw, errors):
+def test_the_consistent_preset_has_the_same_error_whatever_values_have_in_common(draw):
     q, k, v, grad_out = (x.bfloat16() for x in draw(512, head_dim=64, batch=1))
     for inputs in ((q, k, v, grad_out), (q, k, 0.05 * v + 1, grad_out), (q, k, 0.01 * v - 2, grad_out)):
         consistent = errors(inputs, SageConfig.consistent(), is_causal=True)
@@ -138,14 +125,11 @@ def test_with_dp_in_fp16_no_gradient_errs_a_tenth_more(draw, values, preset, hea
     """Against float64; of dQ, queries with the smaller dO alone, too."""
     inputs = [x.bfloat16() for x in values(*draw(201, head_dim=head_dim, batch=1))]
     wanted = vars(exact_attention(*inputs, is_causal=True))
-    results = [
-        attention(*inputs, is_causal=True, config=replace(PRESETS[preset], dp_fp16_accumulation=on))
-        for on in (False, True)
-    ]
+    configs = [replace(PRESETS[preset], dp_fp16_accumulation=on) for on in (False, True)]
+    results = [attention(*inputs, is_causal=True, config=config) for config in configs]
     for name, rows in (("dq", slice(None)), ("dq", slice(0, None, 2)), ("dk", slice(None))):
-        plain, fp16 = (
-            relative_l2(getattr(x, name)[..., rows, :], wanted[name][..., rows, :]) for x in results
-        )
+        exact = wanted[name][..., rows, :]
+        plain, fp16 = (relative_l2(getattr(x, name)[..., rows, :], exact) for x in results)
         assert fp16 < 1.1 * plain, (name, rows)
 
 

@@ -1,7 +1,4 @@
-"""The Ampere kernels on a CPU: whichever threads run first, the bits are the same.
-
-That they are right is tested as for the other kernel sets: see ``EMULATED`` in sets.py.
-"""
+"""The Ampere kernels on a CPU, see ``EMULATED`` in sets.py: whichever threads run first, the same bits."""
 
 import pytest
 import torch
@@ -22,16 +19,15 @@ pytestmark = [
 
 @pytest.fixture
 def runs(kernel_set, draw):
-    """runs(tokens or lengths of documents, config, mask, head_dim) -> functions that return [out, dq, dk, dv]
-    and [out, lse, residual of out].
-    """
+    """runs(tokens or lengths of documents, …) -> functions: [out, dq, dk, dv]; [out, lse, its residual]."""
 
     def runs(lengths, config, mask, head_dim=64):
         boundaries = None
         if not isinstance(lengths, int):
             boundaries = torch.tensor(boundaries_of(lengths))
             lengths = sum(lengths)
-        inputs = draw(lengths, batch=1, heads=2, kv_heads=1, head_dim=head_dim, dtype=FP16)
+        heads = 2 if config == SageConfig() else 1
+        inputs = draw(lengths, batch=1, heads=heads, kv_heads=1, head_dim=head_dim, dtype=FP16)
         mask = {"is_causal": False, **mask}
         both = attention(kernel_set.name, config=config, cu_seqlens=boundaries, **mask)
         q, k, v = (x[:, :1] for x in inputs[:3])
@@ -46,13 +42,7 @@ def runs(kernel_set, draw):
 
 
 #: The first of threads that run only when no other can, and how many.
-LATE = (
-    {"count": 32},
-    {"first": 128, "count": 128},
-    {"first": 256, "count": 32},
-    {"first": 256, "count": 128},
-)
-
+LATE = ({"count": 32}, *({"first": first, "count": n} for first, n in ((128, 128), (256, 32), (256, 128))))
 
 CAUSAL, WINDOW = {"is_causal": True}, {"window_size": (70, 3)}
 #: Three tiles of 128 keys, or four of 64.

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from sagebwd.dispatch import gpu_of
-from sagebwd.kernels.cuda import compile as compiler
-from sagebwd.kernels.cuda import launch, plan
+from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.cuda.compile import Sources
-from sagebwd.kernels.hopper import attention as hopper
-from sagebwd.kernels.hopper import tensor_map
+from tests.sagebwd.kernels.cuda import sources_on_cpu
 
 MINIMAL = """
 #include "value.cuh"
@@ -41,19 +39,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-@pytest.fixture
-def compiled(monkeypatch):
-    """The names of the sources that were compiled so far."""
-    done, compile_source = [], compiler.compile_source
-
-    def compile_and_count(sources, source, *arguments):
-        done.append(source)
-        return compile_source(sources, source, *arguments)
-
-    monkeypatch.setattr(compiler, "compile_source", compile_and_count)
-    return done
-
-
 class Events(list):
     """("begun", variant) when a kernel is asked for, ("loaded", variant) when a call waits for it."""
 
@@ -63,10 +48,7 @@ class Events(list):
 
 @pytest.fixture
 def events(monkeypatch):
-    """CUDA kernel sets run on CPU tensors, as far as the host goes: nothing is compiled or launched.
-
-    A variant is (source, kernel, macros).
-    """
+    """CUDA kernel sets run on CPU tensors, as far as the host goes; a variant is (source, kernel, macros)."""
     events = Events()
 
     def start_loading(sources, source, name, shared_bytes, **defines):
@@ -75,10 +57,7 @@ def events(monkeypatch):
         kernel = SimpleNamespace(name=name, parameters=None, start=lambda *_: None)
         return lambda: events.append(("loaded", variant)) or kernel
 
-    monkeypatch.setattr(launch, "start_loading", start_loading)
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 2)
-    monkeypatch.setattr(tensor_map, "encode", lambda *_: bytes(128))
-    plan.plan_of.cache_clear()
+    sources_on_cpu.no_gpu(monkeypatch, start_loading)
     plan.load_ahead.cache_clear()
     yield events
     plan.plan_of.cache_clear()

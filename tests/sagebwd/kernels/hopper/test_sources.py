@@ -41,13 +41,9 @@ MACROS = {
         (), ("P_16BIT",), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
         ("UNSIGNED_P",), ("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES", "UNSIGNED_P"),
     ),
-    "dq": (
-        (), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES"),
-    ),
+    "dq": ((), ("TOKEN_SCALES",), ("IS_WINDOWED",), ("IS_WINDOWED", "TOKEN_SCALES")),
     "dq_tile_scales": (("SCALES_OF_TILES",), ("IS_WINDOWED", "SCALES_OF_TILES")),
-    "packing": (
-        (), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("SCALES_OF_TILES",),
-    ),
+    "packing": ((), ("P_16BIT", "COMPENSATE_O"), ("TOKEN_SCALES",), ("SCALES_OF_TILES",)),
 }  # fmt: skip
 
 
@@ -114,10 +110,11 @@ def test_kernels_compile_without_spills(source, defines):
     assert code.int8_products()["U8", "S8"] == ("UNSIGNED_P" in defines) * channels // 64 * tokens // 32
 
 
+SETS = [(source, macros) for source, sets in MACROS.items() for macros in sets]
+
+
 @needs_nvrtc
-@pytest.mark.parametrize(
-    ("source", "own_macros"), [(x, y) for x, sets in MACROS.items() for y in sets], ids=str
-)
+@pytest.mark.parametrize(("source", "own_macros"), SETS, ids=str)
 def test_every_set_of_macros_is_valid(source, own_macros):
     """Without code, which takes milliseconds: the quick tests above generate that of few."""
     for d in (size for size in (64, 128, 256) if exists(source, size, own_macros)):

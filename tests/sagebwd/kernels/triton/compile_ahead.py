@@ -52,9 +52,6 @@ class Case(NamedTuple):
     variant: str
     kernels: str
 
-    def __str__(self) -> str:
-        return "/".join(map(str, self))
-
 
 class Variant(NamedTuple):
     """One way to call attention."""
@@ -67,28 +64,20 @@ class Variant(NamedTuple):
 
 
 VARIANTS = {
-    "default": Variant(),
-    "paper": Variant(SageConfig.paper()),
-    "strictly_causal": Variant(SageConfig.strictly_causal()),
-    "packed_gqa": Variant(packed=True, kv_heads=2),
-    "full_float16": Variant(window=FULL, dtype=torch.float16),
-    "smooth_q": Variant(SageConfig(smooth_q=True)),
+    "default": Variant(), "paper": Variant(SageConfig.paper()), "window": Variant(window=Window(100, 20)),
+    "strictly_causal": Variant(SageConfig.strictly_causal()), "packed_gqa": Variant(packed=True, kv_heads=2),
+    "full_float16": Variant(window=FULL, dtype=torch.float16), "smooth_q": Variant(SageConfig(smooth_q=True)),
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
-    "window": Variant(window=Window(100, 20)),
     "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
     # ptxas 12.8 miscompiles this one.
     "query_blocks": Variant(
         SageConfig(
-            smooth_k=False,
-            smooth_q=True,
-            granularity="block",
+            smooth_k=False, smooth_q=True, granularity="block", block_q=128, block_kv=64,
             int8_matmuls=("s_fwd", "o", "s_bwd", "dv", "dp", "dq"),
-            block_q=128,
-            block_kv=64,
         ),
         dtype=torch.float16,
     ),
-}
+}  # fmt: skip
 
 
 class AbsentGPU:
@@ -110,9 +99,10 @@ class AbsentGPU:
 def main(patterns: list[str]) -> None:
     """Compile the cases that any of the patterns names and print the records."""
     for case in (Case(*names) for names in product(SHARED_MEMORY, HEAD_DIMS, VARIANTS, KERNELS)):
-        if any(fnmatchcase(str(case), pattern) for pattern in patterns):
+        if any(fnmatchcase("/".join(map(str, case)), pattern) for pattern in patterns):
             for record in compile_case(case):
-                print(json.dumps({**case._asdict(), **record}), flush=True)
+                limit = {"shared_limit": SHARED_MEMORY[case.capability]}
+                print(json.dumps({**case._asdict(), **limit, **record}), flush=True)
 
 
 def compile_case(case: Case) -> list[dict[str, Any]]:

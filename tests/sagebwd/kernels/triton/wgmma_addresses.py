@@ -35,11 +35,8 @@ class Write(NamedTuple):
 
 def wrong_addresses(cubin: bytes) -> list[str]:
     """One line for each operand of a wgmma that is not an address: where it is, and what it is."""
-    return wrong_addresses_of(parse(disassemble(cubin)))
-
-
-def wrong_addresses_of(instructions: list[tuple[str, str, str]]) -> list[str]:
-    """The same for instructions as :func:`parse` returns them."""
+    found = map(INSTRUCTION.search, disassemble(cubin).splitlines())
+    instructions = [x.groups() for x in found if x]  # (position, name, operands)
     writes = defaultdict(list)
     for index, (_, name, operands) in enumerate(instructions):
         for word, register in enumerate(written(name, operands)):
@@ -51,11 +48,6 @@ def wrong_addresses_of(instructions: list[tuple[str, str, str]]) -> list[str]:
         for register in descriptors(operands)
         if (why := origin(register, index, writes)) is not None
     ]
-
-
-def parse(text: str) -> list[tuple[str, str, str]]:
-    """(position, name, operands) of each instruction that nvdisasm prints, without predicates."""
-    return [found.groups() for found in map(INSTRUCTION.search, text.splitlines()) if found]
 
 
 def written(name: str, operands: str) -> list[str]:
