@@ -1,9 +1,9 @@
-"""Differences of losses: least squares over seeds, intervals, and permutation within seeds."""
+"""Differences of losses: least squares over seeds, intervals, and which runs count."""
 
 import numpy as np
 import pytest
 
-from common.statistics import Cell, by_seed, difference_of, fit, permutation_p, quantile
+from common.statistics import Cell, difference_of, fit
 from scripts.paper.losses import of_one_code
 
 
@@ -41,34 +41,6 @@ def test_intervals_hold_the_truth_as_often_as_they_say():
         found = difference_of(*gaps)
         hits += [abs(one.mean - truth) < one.half_width for one, truth in ((gaps[0], 3.0), (found, 2.0))]
     assert hits / draws == pytest.approx(0.95, abs=0.03)
-
-
-def test_quantiles_are_those_of_student():
-    """Published: 2.086 for 20, 2.042 for 30, 1.984 for 100."""
-    assert [quantile(n) for n in (1, 4, 20, 30, 100)] == pytest.approx(
-        [12.706, 2.776, 2.086, 2.042, 1.984], rel=0.005
-    )
-
-
-# --- Permutation --------------------------------------------------------------------------------------------
-
-
-def test_two_seeds_of_one_sign_say_nothing():
-    assert permutation_p(cells({"a": {1: 1, 2: 1}, "b": {1: 2, 2: 2}}), "b", "a") == 0.5
-    assert permutation_p(cells({"a": {1: 1, 2: 1}, "b": {1: 2, 2: 0}}), "b", "a") == 1.0
-
-
-def test_with_full_precision_twice_a_seed_has_three_ways():
-    """Four seeds, the variant always on top: 1 of 81, two-sided because nothing lies as far below."""
-    base = {seed: [0.0, 0.01] for seed in range(4)}
-    assert permutation_p(cells({"a": base, "b": dict.fromkeys(range(4), 1.0)}), "b", "a") == 1 / 81
-
-
-def test_by_seed_takes_the_mean_of_repetitions():
-    assert by_seed(cells({"a": {1: [1.0, 2.0], 2: 5.0}, "b": {1: 2.0, 3: 1.0}}), "b", "a") == {1: 0.5}
-
-
-# --- Which runs count ---------------------------------------------------------------------------------------
 
 
 def made_of(commit, *losses, variant="a", **config):

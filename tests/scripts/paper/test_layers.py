@@ -11,7 +11,6 @@ from sagebwd.reference import exact_attention
 from scripts.output import read_json
 from scripts.paper import layers, trained_runs
 from scripts.paper.layers import VARIANTS
-from scripts.paper.layers_tables import Row, most_error_prone
 from tests.inputs import largest_logit
 from trainer.run_directory import RunDirectory
 
@@ -141,12 +140,3 @@ def check_refusals(folder):
     config.write_text(config.read_text().replace("unheard_of: 1\n", ""))
     refused(r"no finished weights; leave it out, train it to its end .*--step")
     assert not list(folder.glob("refused*"))
-
-
-def test_a_layer_that_is_not_a_number_is_the_worst():
-    rows = [
-        Row("run", layer, {"paper": {"dq_l2": error}}, {})
-        for layer, error in enumerate((0.1, 0.3, float("nan"), 0.2))
-    ]
-    assert most_error_prone(rows, "paper").layer == 2
-    assert most_error_prone(rows[:2], "paper").layer == 1

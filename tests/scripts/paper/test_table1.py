@@ -14,10 +14,9 @@ from tests.cli import ROOT
 RECORD = read_json(ROOT / "results/accuracy/table1.json")
 
 
-@pytest.mark.parametrize("sigma", [1, 10])
-def test_numbers_are_those_on_record(sigma):
-    record = {row["variant"]: row for row in RECORD["rows"] if row["sigma"] == sigma}
-    for variant, found in measure(sigma, table1.parse_arguments([])).items():
+def test_numbers_are_those_on_record():
+    record = {row["variant"]: row for row in RECORD["rows"] if row["sigma"] == 10}
+    for variant, found in measure(10, table1.parse_arguments([])).items():
         for tensor, (_, relative_l2) in found.items():
             assert relative_l2 == pytest.approx(record[variant][tensor][1], rel=0.01), (variant, tensor)
 
