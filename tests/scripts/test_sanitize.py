@@ -11,16 +11,6 @@ pytestmark = [
 ]
 
 
-def test_sanitizer_needs_a_gpu_and_its_tool(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch sees no GPU; run this where there is one"):
-        sanitize.main([])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(SystemExit, match="compute-sanitizer is not on PATH; it comes with the CUDA toolkit"):
-        sanitize.main([])
-
-
 def test_sanitizer_counts_errors_and_notices_what_did_not_finish():
     done, hazards = "backward finished\n=========", "hazards displayed"
     for tool, output, errors in (
@@ -40,7 +30,7 @@ def test_sanitizer_watches_the_kernels_of_every_set():
     assert not [name for name in names if not name.endswith("_kernel")]
 
 
-@pytest.mark.parametrize("case", ["forward", "packed", "smooth_q", "wide_smooth_v"])
+@pytest.mark.parametrize("case", ["forward", "wide_smooth_v"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU at hand kernels are compiled")
 def test_cases_run_in_the_interpreter(case, monkeypatch):
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")

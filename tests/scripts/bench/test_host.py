@@ -11,10 +11,9 @@ from sagebwd import explain
 from scripts.bench import host
 
 
-@pytest.mark.parametrize("shape", ["1,2,8,64", "1,1,130,128"])
-def test_parts_make_the_whole_and_every_launch_is_seen(tmp_path, capsys, shape):
+def test_parts_make_the_whole_and_every_launch_is_seen(tmp_path, capsys):
     out = tmp_path / "host"
-    options = ["--device", "cpu", "--shapes", shape, "--calls", "2", "--rounds", "2", "--out", str(out)]
+    options = ["--device", "cpu", "--shapes", "1,2,8,64", "--calls", "2", "--rounds", "2", "--out", str(out)]
     host.main(options)
     found = json.loads((tmp_path / "host.json").read_text())
     assert {row["name"] for row in found["rows"]} == {"SageBwd default", "SageBwd for sdpa"}
@@ -25,9 +24,3 @@ def test_parts_make_the_whole_and_every_launch_is_seen(tmp_path, capsys, shape):
     assert found["parts"]["looking up the plan"]["calls"] == 2
     assert "| launches" in capsys.readouterr().out
     assert explain(torch.zeros(1, 1, 8, 64)).kernels == "reference"  # the stand-in is gone
-
-
-def test_shapes_that_are_none(capsys):
-    with pytest.raises(SystemExit):
-        host.main(["--shapes", "1,2,3"])
-    assert "batch,heads,tokens,head size" in capsys.readouterr().err
