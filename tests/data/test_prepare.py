@@ -228,9 +228,6 @@ def test_the_command_ends_with_a_message_and_without_a_traceback():
         assert "Traceback" not in printed
 
 
-DOCUMENTS = [f"document {number} " + "word " * (number % 9) for number in range(200)]
-
-
 def written(folder, batches, split=None):
     """The record of a unit of these batches, [(texts, whether the last goes on), ...]; its shards' bytes."""
     folder.mkdir()
@@ -242,12 +239,6 @@ def written(folder, batches, split=None):
     texts = sum(len(texts) - on for texts, on in batches)
     assert texts == sum(shard.documents for shard in shards) + record.counts["skipped"]
     return record, {file.name: file.read_bytes() for file in folder.glob("*.bin")}
-
-
-@pytest.mark.parametrize("size", [1, 7])
-def test_a_document_is_in_the_same_split_in_batches_of_any_size(tmp_path, size):
-    batches = [(DOCUMENTS[start : start + size], False) for start in range(0, len(DOCUMENTS), size)]
-    assert written(tmp_path / "few", batches) == written(tmp_path / "all", [(DOCUMENTS, False)])
 
 
 def test_a_document_cut_over_batches_is_one_and_may_end_with_an_empty_piece(tmp_path):

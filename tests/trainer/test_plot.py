@@ -3,7 +3,6 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
-from common.pictures import ATTENTION, CYCLE
 from tests.warm import no_picture
 from trainer.plot import LINES, plot_losses, plot_probe, smooth
 
@@ -60,15 +59,6 @@ def test_named_validation_sets_have_a_panel(tmp_path, undrawn):
         assert {text.get_text() for text, _ in legend_of(figure)} <= {"one", "two"}
         drawn_lines = [line.get_xydata().tolist() for line in axes.get_lines() if len(line.get_xdata())]
         assert drawn_lines == [[[80, 0.25], [90, pytest.approx(2 / 9)]], [[80, 3], [90, 3]]]
-
-
-def test_attentions_have_the_same_style_in_every_picture(tmp_path, undrawn):
-    runs = {"attention=sagebwd_paper seed=1": [run_of(5)], "attention=fpa seed=1": [run_of(6)]}
-    plot_losses(runs, tmp_path / "picture.png")
-    plot_losses({"attention-sagebwd_paper+tps-260k": [run_of(5)]}, tmp_path / "of_one_run.png")
-    looks = {text.get_text(): line.get_color() for figure in undrawn for text, line in legend_of(figure)}
-    names = ("sagebwd_paper", "fpa", "sagebwd_paper")
-    assert [*looks.values()] == [ATTENTION[name].color for name in names]
 
 
 def legend_of(figure):
@@ -167,20 +157,7 @@ def test_probe_picture_has_a_line_for_each_layer_and_none_without_measurements(t
     assert {axes.get_xlabel() for axes in figure.axes[2:]} == {"training tokens"}
 
 
-def test_probe_picture_tells_many_layers_apart(tmp_path, figures):
-    plot_probe([probed(5, range(20))], tmp_path / "probe.png")
-    assert len({tuple(line.get_color()) for line in figures[0].axes[0].lines[1:]}) == 20
-    assert_inside(figures[0])
-
-
 def test_probe_picture_without_a_finite_error_is_drawn(tmp_path):
     nothing = dict.fromkeys(probed(5, [0]))
     plot_probe([nothing | {"step": 5, "tokens": 500, "probe/seconds": 0.1}], tmp_path / "probe.png")
     assert (tmp_path / "probe.png").exists()
-
-
-def test_styles_differ_by_more_than_colour():
-    assert len({look.color for look in CYCLE}) == len(CYCLE)
-    assert len({look.marker for look in CYCLE}) == len(CYCLE)
-    assert len({look.dashes for look in CYCLE[1:-1]}) == len(CYCLE) - 2  # the last is told by its colour
-    assert len({look.hatch for look in CYCLE[1:]}) == len(CYCLE) - 1

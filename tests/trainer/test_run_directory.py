@@ -285,14 +285,6 @@ def test_metrics_after_the_checkpoint_and_a_torn_line_are_dropped(tmp_path):
     assert directory.spikes.read_text() == directory.metrics.read_text()
 
 
-def test_atomic_write_leaves_the_old_content_when_it_fails(tmp_path):
-    path = tmp_path / "file"
-    write_text(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_text(path, "new\ud800")
-    assert path.read_text() == "old"
-
-
 #: How a run executes or reports may change when it is continued, what it computes may not.
 EXECUTES = """hardware.micro_batch hardware.compile hardware.recompute log_every eval_every eval_sequences
     sample_tokens checkpoint_every keep_checkpoints milestone_every skip_nonfinite

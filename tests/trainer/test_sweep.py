@@ -330,7 +330,7 @@ def test_asked_to_stop_it_counts_truly(sweep, tmp_path):
     assert told.count("interrupted") == 1
 
 
-@pytest.mark.parametrize("jobs", ["0", "two", "true"])
+@pytest.mark.parametrize("jobs", ["0", "true"])
 def test_a_number_of_jobs_that_is_none_is_refused(sweep, jobs):
     code, told = sweep("seed=1", f"hydra.launcher.jobs={jobs}")
     assert code == 1
