@@ -117,6 +117,17 @@ def test_a_bias_is_never_taken_for_a_mask(sample, compiled):
         assert x[[0, 2]].isfinite().all()
 
 
+@pytest.mark.filterwarnings(
+    "ignore:There is a performance drop because we have not yet implemented the batch"
+)
+def test_vmap(draw):
+    q, k, v, _ = (x.unsqueeze(1) for x in draw(20, head_dim=16))
+    mask = torch.rand(2, 1, 20, generator=torch.Generator().manual_seed(0)) > 0.4
+    attend = lambda q, k, v, mask: sage_attention(q, k, v, key_padding_mask=mask)  # noqa: E731
+    wanted = attend(*(x.flatten(0, 1) for x in (q, k, v, mask)))
+    assert torch.equal(torch.vmap(attend)(q, k, v, mask).flatten(0, 1), wanted)
+
+
 @pytest.mark.parametrize("window_size", [(5, 2), (60, 60)])
 def test_a_window_of_padded_sequences(draw, window_size):
     """Padding on either side; each sequence gets the bits of its visible tokens alone, logsumexp included."""
