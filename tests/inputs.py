@@ -33,3 +33,13 @@ def assert_same(found, expected):
         assert x.dtype == wanted.dtype, name
         assert x.isfinite().all(), name
         assert torch.equal(x, wanted), name
+
+
+def mask_of(n_q, n_kv, left, right):
+    """(n_q, n_kv) bool, from the definition of a window, one query after another."""
+    return torch.tensor(
+        [
+            [(left < 0 or i - left <= j) and (right < 0 or j <= i + right) for j in range(n_kv)]
+            for i in range(n_q)
+        ]
+    )

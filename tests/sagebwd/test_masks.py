@@ -1,6 +1,7 @@
 """Masks that hide keys: exact on the keys that are left, and nothing comes from the others."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from sagebwd import SageConfig, sage_attention
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import exact_attention
-from tests.inputs import assert_same, gradients
+from sagebwd.window import CAUSAL, Window
+from tests.inputs import assert_same, gradients, mask_of
 
 NO_INT8 = SageConfig(int8_matmuls=())
 #: One row of (3, 41): holes, right padding, no key at all.
@@ -67,15 +69,6 @@ def test_is_exact_attention_on_the_visible_keys(sample, n_q, is_causal):
             assert relative_l2(found, x) < 0.03
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_a_mask_of_ones_changes_no_bit(draw, is_causal):
-    """In the reference: the scales and means of a document are those of its sequence."""
-    inputs = draw(150, head_dim=16, heads=4, kv_heads=2)
-    ones = torch.ones(2, 150, dtype=torch.bool)
-    plain = gradients_of(*inputs, is_causal=is_causal)
-    assert_same(gradients_of(*inputs, is_causal=is_causal, key_padding_mask=ones), plain)
-
-
 def additive(value, dtype=torch.float32):
     return torch.zeros(3, 1, 1, 41, dtype=dtype).masked_fill(~MASK[:, None, None], value)
 
@@ -106,33 +99,6 @@ def test_attn_mask_where_it_only_hides_keys(sample, attn_mask, visible):
     torchs = scaled_dot_product_attention(*leaves, attn_mask=seen, enable_gqa=True)
     some = visible.any(1)
     assert relative_l2(wanted[0][some], torchs[some]) < 0.03
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_compiles_without_a_break(sample, compiled, is_causal):
-    inputs, _ = sample(is_causal=is_causal)
-
-    def attend(q, k, v, mask):
-        attn_mask = torch.where(mask, 0.0, LOWEST)[:, None, None].expand(3, 1, 41, 41)
-        return sage_attention(q, k, v, attn_mask, is_causal=is_causal, enable_gqa=True)
-
-    wanted = gradients_of(*inputs, key_padding_mask=MASK, is_causal=is_causal)
-    assert_same(gradients(compiled(attend), *inputs, MASK), wanted)
-
-
-def test_exports_for_any_batch_and_length(draw):
-    """Longer than the window, too, which hides nothing of what is exported."""
-
-    class Attention(torch.nn.Module):
-        def forward(self, q, mask):
-            return sage_attention(q, q, q, key_padding_mask=mask, window_size=(25, 0), return_lse=True)
-
-    batch, tokens = map(torch.export.Dim, ("batch", "tokens"))
-    shapes = ({0: batch, 2: tokens}, {0: batch, 1: tokens})
-    example = (draw(20, batch=3)[0], torch.ones(3, 20, dtype=torch.bool))
-    program = torch.export.export(Attention(), example, dynamic_shapes=shapes).module()
-    inputs = (draw(41, batch=4)[0], torch.arange(41) < torch.tensor([[5], [41], [0], [33]]))
-    assert all(map(torch.equal, program(*inputs), Attention()(*inputs)))
 
 
 def test_a_bias_is_never_taken_for_a_mask(sample, compiled):
@@ -207,3 +173,13 @@ def test_a_hole_matters_where_the_window_is_narrower_than_all_that_is_shown(draw
     wanted = sage_attention(q, k, v, key_padding_mask=masks[1], config=NO_INT8)
     torch.testing.assert_close(found[:, :, [10, 12]], wanted[:, :, [10, 12]])
     assert not found[:, :, 11].any()
+
+
+@pytest.mark.parametrize(("n_q", "n_kv"), [(9, 9), (4, 11), (11, 4), (1, 6), (6, 1)])
+def test_a_window_loses_the_limits_that_hide_nothing_and_no_other(n_q, n_kv):
+    for window in map(Window._make, product(range(-1, 12), repeat=2)):
+        mask, narrowed = mask_of(n_q, n_kv, *window), window.narrowed(n_q, n_kv)
+        assert torch.equal(mask_of(n_q, n_kv, *narrowed), mask)
+        assert not mask.all() or not narrowed.is_sliding or min(n_q, n_kv) == 1
+    assert CAUSAL.narrowed(1, 1) == CAUSAL
+    assert not CAUSAL.is_sliding

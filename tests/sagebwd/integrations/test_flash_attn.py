@@ -128,17 +128,6 @@ def test_packed_arguments_are_their_parts():
         assert_same(found, plain(*parts, *lengths, causal=True, config=EXACT), packed, name)
 
 
-def test_packed_sequences_compile_without_a_graph_break(compiled):
-    """With two tensors of boundaries, which are not read."""
-    leaves = draw((5, 2, 8), (6, 2, 8), (6, 2, 8))
-    boundaries = torch.tensor([0, 2, 5]), torch.tensor([0, 3, 6])
-
-    def attend(*arguments):
-        return flash_attn.flash_attn_varlen_func(*arguments, 3, 3, causal=True, config=EXACT)
-
-    assert_same(compiled(attend)(*leaves, *boundaries), attend(*leaves, *boundaries), leaves, "")
-
-
 Q = torch.ones(2, 5, 2, 8)
 CUTS, OTHER_CUTS = torch.tensor([0, 5]), torch.tensor([0, 2, 5])
 
@@ -159,6 +148,8 @@ UNORDERED = (
 BAD_CALLS = {
     "dropout": (lambda: dense(dropout_p=0.1), "dropout_p is 0.1"),
     "softcap": (lambda: dense(softcap=30.0), "softcap is 30.0"),
+    "softcap, packed": (lambda: varlen(softcap=30.0), "softcap is 30.0"),
+    "dropout, packed": (lambda: varlen(dropout_p=0.1), "dropout_p is 0.1"),
     "alibi": (lambda: varlen(alibi_slopes=torch.ones(2)), "alibi_slopes"),
     "sinks": (lambda: dense(s_aux=torch.zeros(3)), r"sinks has shape \(3,\)"),
     "paged cache": (lambda: varlen(block_table=CUTS), "block_table"),
@@ -188,33 +179,6 @@ BAD_CALLS = {
 def test_bad_calls_are_named(call, message):
     with pytest.raises((NotImplementedError, ValueError), match=message):
         call()
-
-
-@pytest.mark.parametrize("has_padding", [False, True], ids=["whole", "padded"])
-def test_transformers_calls_it(monkeypatch, has_padding):
-    """transformers' own code around flash_attn: it removes padding, and drops what no signature names."""
-    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
-    functions = tuple(
-        functools.wraps(x)(functools.partial(x, config=EXACT))
-        for x in (flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func)
-    )
-    imported = (*functions, None, utils._pad_input, utils._unpad_input)
-    monkeypatch.setattr(utils, "_lazy_imports", lambda *_, **__: imported)
-    leaves = draw((2, 9, 4, 8), (2, 9, 2, 8), (2, 9, 2, 8))
-    shown = torch.ones(2, 9, dtype=torch.bool)
-    shown[0, :4] = not has_padding
-    seen = is_seen(9, 9, (2, 0)) & shown[:, None, None, :] & shown[:, None, :, None]
-    truth, _ = truth_of(*leaves, seen, None)
-
-    def attend(**asked):
-        mask = shown if has_padding else None
-        settings = {"attn_implementation": f"test {has_padding}", "sliding_window": 3, **asked}
-        return utils._flash_attention_forward(*leaves, mask, 9, is_causal=True, **settings)
-
-    assert_same(attend(), truth, leaves, has_padding)
-    for asked in ({"softcap": 30.0}, {"dropout": 0.1}):
-        with pytest.raises(NotImplementedError, match="sagebwd does not compute"):
-            attend(**asked)
 
 
 # --- In the place of flash_attn ----------------------------------------------------------------------------

@@ -44,24 +44,6 @@ def test_layouts_scale_and_shared_heads(layout, draw):
     assert_same(map(turn, found), [truth.out, truth.dq, truth.dk, truth.dv])
 
 
-@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
-def test_packed_sequences(is_causal, draw):
-    """As many queries as keys in each sequence under the causal mask, other numbers without."""
-    inputs = draw(14, 14 if is_causal else 17, batch=1, heads=4, kv_heads=2, head_dim=8)
-    boundaries = torch.tensor([0, 5, 6, 14])
-    boundaries_kv = boundaries if is_causal else torch.tensor([0, 9, 10, 17])
-    cuts = {"cu_seqlens": boundaries, "cu_seqlens_kv": boundaries_kv}
-    truth = exact_attention(*inputs, is_causal=is_causal, **cuts)
-
-    def attend(q, k, v):
-        lengths = (boundaries.int(), boundaries_kv.int(), 8, 9)
-        return sageattention.sageattn_varlen(q, k, v, *lengths, is_causal, config=EXACT)
-
-    found = gradients(attend, *(x[0].transpose(0, 1) for x in inputs))
-    truth = [x[0].transpose(0, 1) for x in (truth.out, truth.dq, truth.dk, truth.dv)]
-    assert_same(found, truth)
-
-
 @pytest.mark.filterwarnings("ignore:sage_attention runs the triton kernels")  # as the config asks
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_causal_mask_over_sequences_that_differ_in_length(draw, device):

@@ -106,13 +106,6 @@ def test_other_shapes_than_those_of_flash_attention(leading, heads, value_dim, i
     assert [(row.kernels, row.calls) for row in report().rows] == [("reference", 1)]
 
 
-def test_compiled_without_a_graph_break(compiled):
-    q, k, v = draw((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
-    attend = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
-    with torch_flash.patch_sdpa(EXACT):
-        assert_same(compiled(attend)(q, k, v), attend(q, k, v), [q, k, v], "")
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.filterwarnings("ignore:.* runs in full precision, not in INT8:UserWarning")
 def test_a_compiled_graph_computes_and_counts_what_it_leaves_to_torch_once(backend):

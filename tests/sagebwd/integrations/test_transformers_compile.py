@@ -29,17 +29,12 @@ LAYER = {"num_hidden_layers": 1}
 WINDOW = LAYER | {"sliding_window": 9}
 BOTH = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}
 
-
-TOKENS = draw_tokens(2, 33)
-
 #: By name: a model, changes of its config and its inputs.
 COMPILED = {
-    "no mask": ("llama-gqa", LAYER, {"input_ids": TOKENS, "labels": TOKENS}),
-    "padding right": ("bert", LAYER, padded("bert", "right")),
-    "window, padding": ("mistral", WINDOW, padded("mistral", "left")),
+    "no mask": ("llama-gqa", LAYER, dict.fromkeys(("input_ids", "labels"), draw_tokens(2, 33))),
     "two masks, padding": ("gemma3", BOTH, padded("gemma3", "right")),
     "window to both sides, padding": ("modernbert", {"local_attention": 14} | LAYER, padded("", "right")),
-    **{how: ("llama-gqa", LAYER, packed(how)) for how in ("positions with a cache", "cu_seq_lens")},
+    "cu_seq_lens": ("llama-gqa", LAYER, packed("cu_seq_lens")),
     "positions with a mask of ones, window": ("mistral", WINDOW, packed("positions with a mask of ones")),
 }
 

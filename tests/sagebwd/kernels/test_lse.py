@@ -15,9 +15,9 @@ from sagebwd.interface import AttentionParams
 from sagebwd.kernels.lse import log_of_base, natural_lse
 from sagebwd.metrics import relative_l2
 from sagebwd.window import FULL
+from tests.inputs import mask_of
 from tests.sagebwd.kernels.inputs import GRADIENTS
 from tests.sagebwd.kernels.sets import emulated_too, only, over
-from tests.sagebwd.test_window import mask_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 

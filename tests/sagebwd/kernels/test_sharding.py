@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from sagebwd import SageConfig, sage_attention
-from sagebwd.config import encode
 
 WHOLE, BATCH, HEADS, TOKENS = Replicate(), Shard(0), Shard(1), Shard(2)
 
@@ -95,11 +94,3 @@ def test_sinks_are_sharded_as_the_heads_are(draw, shard):
         results.append(torch.autograd.grad(out.sum(), [*qkv, sinks]))
     for found, wanted in zip(*results, strict=True):
         assert torch.equal(found.to_local(), wanted)
-
-
-def test_packed_k_and_v_are_not_sharded(draw, shard):
-    q, *_ = draw(20, batch=4, head_dim=16)
-    part = shard(q, (BATCH, WHOLE))
-    arguments = (None, None, -1, -1, 0.25, encode(SageConfig()), "reference", True)
-    with pytest.raises(NotImplementedError, match="pass pack_for_backward=False"):
-        torch.ops.sagebwd.forward(part, part, part, *arguments)

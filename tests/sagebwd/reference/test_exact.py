@@ -1,12 +1,10 @@
 """Exact attention against autograd in float64, and against finite differences."""
 
-import math
-
 import pytest
 import torch
 
 from sagebwd.reference import exact_attention
-from tests.sagebwd.test_window import mask_of
+from tests.inputs import mask_of
 
 NAMES = ("out", "p", "dp", "ds", "delta", "dq", "dk", "dv")
 
@@ -54,46 +52,6 @@ def test_equals_autograd(draw, n_q, n_kv, mask, elements_at_once):
     without = exact_attention(*inputs, **options, elements_at_once=elements_at_once)
     assert without.p is without.dp is without.ds is None
     assert_close(without, vars(found), ("out", "lse", "delta", "dq", "dk", "dv"))
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_packed_documents_are_attention_on_each_alone(draw, is_causal):
-    q, k, v, grad_out = draw(60, 50, batch=1, heads=2, kv_heads=1)
-    rows, columns = [5, 25, 25, 58], [0, 20, 30, 50]
-    boundaries = {"cu_seqlens": torch.tensor(rows), "cu_seqlens_kv": torch.tensor(columns)}
-    settings = {"is_causal": is_causal, "matrices": True, "elements_at_once": 300, **boundaries}
-    found = exact_attention(q, k, v, grad_out, **settings)
-    wanted = {name: torch.zeros_like(getattr(found, name)) for name in NAMES}
-    wanted["lse"] = torch.full_like(found.lse, -math.inf)
-    for queries, keys in ((slice(5, 25), slice(0, 20)), (slice(25, 58), slice(30, 50))):
-        inputs = (q[..., queries, :], k[..., keys, :], v[..., keys, :], grad_out[..., queries, :])
-        for name, x in by_autograd(*inputs, is_causal=is_causal).items():
-            if name in ("p", "dp", "ds"):
-                wanted[name][..., queries, keys] = x
-            elif name in ("lse", "delta"):
-                wanted[name][..., queries] = x
-            else:
-                wanted[name][..., keys if name in ("dk", "dv") else queries, :] = x
-    assert_close(found, wanted)
-
-
-def test_rows_arrive_in_order_and_cover_the_matrices(draw):
-    inputs = draw(40, batch=1, heads=2)
-    whole = exact_attention(*inputs, is_causal=True, matrices=True)
-    p, s, seen = torch.zeros_like(whole.p), torch.zeros_like(whole.p), []
-
-    def on_rows(rows):
-        seen.append(rows.queries.start)
-        p[..., rows.queries, rows.keys] = rows.p
-        s[..., rows.queries, rows.keys] = rows.s
-        assert rows.s.shape == rows.p.shape == rows.dp.shape == rows.ds.shape
-
-    exact_attention(*inputs, is_causal=True, on_rows=on_rows, elements_at_once=600)
-    assert len(seen) > 1
-    assert seen == sorted(seen)
-    torch.testing.assert_close(p, whole.p)
-    logits = inputs[0].double() @ inputs[1].double().mT * inputs[0].shape[-1] ** -0.5
-    torch.testing.assert_close(s, logits.tril())
 
 
 def test_without_grad_out_and_in_float32_whatever_autograd_and_autocast_are(draw):

@@ -7,41 +7,19 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sagebwd import SageConfig
-from sagebwd.config import MATMULS, PRESETS
+from sagebwd.config import PRESETS
 from sagebwd.metrics import relative_l2
 from sagebwd.reference import attention, exact_attention
 from tests.inputs import gradients
 from tests.sagebwd.kernels.inputs import outlier_value, rows_far_apart, tiny_grad_out
 
 NAMES = ("out", "dq", "dk", "dv")
-SWITCHES = ({}, {"smooth_k": False}, {"smooth_q": True}, {"smooth_v": True}, {"unsigned_p": True})
-PRODUCTS = ({"int8_matmuls": matmuls} for matmuls in (MATMULS, *((name,) for name in MATMULS)))
-SETTINGS = [*SWITCHES, {"operand_scales": "token"}, *PRODUCTS]
-CONFIGS = [*(SageConfig(**settings) for settings in SETTINGS), *PRESETS.values()]
 
 
 def errors(inputs, config, **mask):
     """Relative L2 of out, dq, dk, dv (in this order) against float64 attention."""
     wanted, result = exact_attention(*inputs, **mask), attention(*inputs, config=config, **mask)
     return [relative_l2(getattr(result, name), getattr(wanted, name)) for name in NAMES]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_close_to_attention_in_a_window_under_every_switch(draw, config):
-    """The paper's scales of whole tiles cost twice as much. Without a window: see test_specification.py."""
-    inputs = draw(150, 130, head_dim=40)
-    bound = 0.06 if config.granularity == "block" else 0.026
-    assert max(errors(inputs, config, window_size=(40, 20))) < bound
-
-
-@pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (130, (64, 64))])
-def test_the_tile_is_that_of_the_settings(draw, head_dim, tile):
-    inputs = draw(200, head_dim=head_dim)
-    found = attention(*inputs)
-    for block_q, block_kv in ((64, 64), (64, 128), (128, 64)):
-        wanted = attention(*inputs, config=SageConfig(block_q=block_q, block_kv=block_kv))
-        same = all(torch.equal(getattr(found, name), getattr(wanted, name)) for name in NAMES)
-        assert same == ((block_q, block_kv) == tile)
 
 
 @pytest.mark.parametrize(("dtype", "is_causal"), [(torch.float16, True), (torch.bfloat16, False)])
@@ -67,14 +45,6 @@ def test_the_consistent_preset_has_the_same_error_whatever_values_have_in_common
         assert all(fine <= 1.001 * coarse for fine, coarse in zip(consistent, default, strict=True))
         assert max(consistent[1:3]) < 0.025
     assert min(default[1:3]) > 0.5
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_delta_takes_the_output_as_the_forward_rounded_it(draw, dtype):
-    """The backward of a kernel reads O from memory; δ from an unrounded O would not be the same."""
-    *inputs, grad_out = draw(150, dtype=dtype)
-    result = attention(*inputs, grad_out)
-    assert torch.equal(result.delta, (grad_out.float() * result.out.float()).sum(-1))
 
 
 # --- In 16 bit ---------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 from sagebwd import SageConfig
 from sagebwd.config import MATMULS, PAPER_INT8_MATMULS
 from sagebwd.reference import attention
+from sagebwd.reference.quantization import quantize, round_to
 
 BLOCK = 16
 HEAD_DIM = 6
@@ -149,3 +150,17 @@ def test_agrees_with_an_independent_derivation(settings, is_causal):
     for name, value in wanted.items():
         found = getattr(result, name)[0, 0].double().numpy()
         np.testing.assert_allclose(found, value, rtol=0, atol=3e-6 * np.abs(value).max(), err_msg=name)
+
+
+def test_ties_round_to_even():
+    """Of which there are none above."""
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]])
+    assert quantize(x).values.tolist() == [[127, 0, 2, 2, 0, -2]]
+    x = torch.tensor([[255.0, 0.5, 1.5, 127.5, 128.5, 254.5]])
+    assert quantize(x, unsigned=True).values.tolist() == [[255, 0, 2, 128, 128, 254]]
+
+
+@pytest.mark.parametrize("x", [torch.inf, -torch.inf, torch.nan, 1e5])
+def test_what_is_infinite_outside_int8_becomes_nan(x):
+    """1e5 overflows fp16. As Inf it could end as a plausible value, such as exp(−Inf)."""
+    assert round_to(torch.tensor([[x]]), torch.float16).values.isnan().all()

@@ -1,8 +1,6 @@
 """What is handed to the driver, and when kernels are loaded; the last part needs a GPU, of any kind."""
 
-import ctypes
 import enum
-import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -13,7 +11,6 @@ import torch
 
 from sagebwd.kernels.cuda import compile as compiler
 from sagebwd.kernels.cuda import launch
-from sagebwd.kernels.cuda.arguments import CSegments, CTokenTensor
 from sagebwd.kernels.cuda.compile import Sources
 from sagebwd.kernels.cuda.launch import Driver, Kernel, start_loading
 from sagebwd.kernels.cuda.plan import Plan
@@ -38,78 +35,19 @@ class Error(enum.IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
 
 
-class FakeDriver:
-    """Reads arguments as CUDA does: from each pointer as many bytes as the parameter has."""
-
-    def __init__(self, sizes, errors=()):
-        self.sizes, self.errors, self.launches, self.made_current = sizes, list(errors), [], []
-
-    def launch(self, *arguments):
-        *dimensions, pointers, extra = arguments
-        assert extra == 0
-        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(pointers)
-        values = [ctypes.string_at(*each) for each in zip(pointers, self.sizes, strict=True)]
-        self.launches.append((dimensions, values))
-        return (self.errors.pop(0) if self.errors else Error.CUDA_SUCCESS,)
-
-    def kernel(self, **options):
-        driver = Driver(self.launch, lambda device: 7000 + device, self.made_current.append)
-        return Kernel("some_kernel", "function", 4096, 3, driver, **options)
-
-
-def test_arguments_are_packed():
-    fake = FakeDriver([8, 8, 4, 4, 24, 40, 4, 3])
-    odd = type("Odd", (ctypes.Structure,), {"_fields_": [("bytes", ctypes.c_char * 3)]})(b"abc")
-    x = torch.zeros(2, 3, 5, 8)
-    arguments = (x, None, -5, 0.5, CSegments(1, 2, 3), CTokenTensor.of(x), True, odd)
-    start(fake.kernel(parameters=fake.sizes), 10, 384, *arguments)
-    ((dimensions, values),) = fake.launches
-    assert dimensions == ["function", 10, 1, 1, 384, 1, 1, 4096, 7003]
-    numbers = (("Q", x.data_ptr()), ("Q", 0), ("i", -5), ("f", 0.5), ("QQQ", 1, 2, 3))
-    numbers += (("Qqqqq", x.data_ptr(), 120, 40, 8, 1), ("i", 1))
-    assert values == [*(struct.pack(*number) for number in numbers), b"abc"]
-
-
-def test_a_parameter_may_be_a_tensor_or_none_at_each_launch_and_no_blocks_are_no_launch():
-    fake = FakeDriver([8, 4])
-    kernel, x = fake.kernel(), torch.zeros(1)
-    for argument in (x, None, torch.nn.Parameter(x), x):
-        start(kernel, 1, 128, argument, 0)
-        start(kernel, 0, 128, argument, 0)
-    pointers = [struct.unpack("Q", values[0])[0] for _, values in fake.launches]
-    assert pointers == [x.data_ptr(), 0, x.data_ptr(), x.data_ptr()]
-    without = FakeDriver([])
-    start(without.kernel(), 1, 32)
-    assert len(without.launches) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        *(((x,), error) for x, error in (("text", TypeError), (1j, TypeError), ((1,), TypeError))),
-        *(((x,), error) for x, error in ((2**31, struct.error), (1e39, OverflowError))),
-        *((x, r"some_kernel has parameters of \[8, 4\] bytes") for x in ((1.0, 2.0), (None,), (None, None))),
-        ((None, 1.0, 1.0), r"some_kernel has parameters of \[8, 4\] bytes"),
-    ],
-)
-def test_arguments_that_no_kernel_or_not_this_one_takes(arguments, error):
-    fake, is_size = FakeDriver([8, 4]), isinstance(error, str)
-    with pytest.raises(TypeError if is_size else error, match=error if is_size else None):
-        start(fake.kernel(parameters=[8, 4] if is_size else None), 1, 32, *arguments)
-    assert not fake.launches
-
-
 @pytest.mark.parametrize(
     ("errors", "named"), [(["VALUE"], "VALUE"), (["CONTEXT"], None), (["CONTEXT"] * 2, "CONTEXT")]
 )
 def test_errors_are_named_and_a_thread_without_context_gets_one(errors, named):
-    fake = FakeDriver([4], [Error[f"CUDA_ERROR_INVALID_{error}"] for error in errors])
+    answers, made_current = [Error[f"CUDA_ERROR_INVALID_{error}"] for error in errors], []
+    launch = Mock(side_effect=[(answer,) for answer in (*answers, Error.CUDA_SUCCESS)])
+    kernel = Kernel("some_kernel", "function", 4096, 3, Driver(launch, int, made_current.append))
     message = f"some_kernel was not launched: CUDA_ERROR_INVALID_{named}"
     with pytest.raises(RuntimeError, match=message) if named else nullcontext():
-        start(fake.kernel(), 1, 32, 5)
+        start(kernel, 1, 32, 5)
     gets_one = errors[0] == "CONTEXT"
-    assert fake.made_current == [3] * gets_one
-    assert len(fake.launches) == 1 + gets_one
+    assert made_current == [3] * gets_one
+    assert launch.call_count == 1 + gets_one
 
 
 # --- Loading -----------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What is worked out once for a signature must hold for every call: addresses, memory, threads, bounds."""
 
 import ctypes
-import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from sagebwd.config import DEFAULT_CONFIG
 from sagebwd.interface import AttentionParams
 from sagebwd.kernels.cuda import plan
 from sagebwd.kernels.cuda.arguments import CTokenTensor
-from sagebwd.kernels.cuda.plan import ALIGNMENT, Operand, lay_out
 from sagebwd.window import FULL
 from tests.inputs import gradients
 from tests.sagebwd.kernels.operators import attention
@@ -89,27 +87,6 @@ def test_many_lengths_take_bounded_memory(recorded):
         recorded.run(x, x)
     assert plan.plan_of.cache_info().currsize == plan.PLANS
     assert plan.backward_of.cache_info().maxsize == plan.PLANS
-
-
-def test_parts_of_memory_overlap_only_where_lives_do_not():
-    draw = random.Random(0)
-    for _ in range(200):
-        lives = [sorted(draw.choices(range(6), k=2)) for _ in range(8)]
-        parts = [(*life, draw.randrange(1, 5000)) for life in lives]
-        offsets, size = lay_out(parts)
-        for i, (first, last, needed) in enumerate(parts):
-            assert offsets[i] % ALIGNMENT == 0
-            assert offsets[i] + needed <= size
-            for j in range(i):
-                if parts[j][0] <= last and first <= parts[j][1]:
-                    assert offsets[j] + parts[j][2] <= offsets[i] or offsets[i] + needed <= offsets[j]
-    assert lay_out([(0, 1, 4096), (1, 2, 512), (2, 3, 4096)]) == ([0, 4096, 0], 4608)
-    assert lay_out([]) == ([], 0)
-
-
-def test_a_stand_in_has_results_token_by_token():
-    x = Operand(plan.Plan(torch.device("cpu")), (2, 3, 5, 8), (0, 0, 0, 0), torch.float16)
-    assert x.new_result().stride() == torch.empty(2, 5, 3, 8).transpose(1, 2).stride()
 
 
 # --- Attention ---------------------------------------------------------------------------------------------
