@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from common.pictures import ATTENTION, BASELINE, Style, grid, legend_below
 from common.terminal import command_parser
 from scripts.output import read_json, save_figure, table, write_markdown
 from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM
+from trainer.optimizer import learning_rate
 
 NULL = f"{FULL_PRECISION}, FlashAttention-2"
 WINDOW = 50  # steps that a point of a picture is the mean of
@@ -38,8 +40,6 @@ SETUPS = {
     "325M, without QK-norm, 262,144 tokens per step": (262_144, 1.0, True, 100),
     "325M, with QK-norm, 2,097,152 tokens per step": (2_097_152, 1.0, False, 88),
 }
-#: In how many steps at the end of a branch its learning rate falls, if not in all.
-FALLING = {"325M, with QK-norm, 2,097,152 tokens per step": 29}
 PICTURED = ("35M, with QK-norm", "35M, without QK-norm")
 LOOKS = {
     NULL: Style(BASELINE, ":", ""),
@@ -192,37 +192,44 @@ def at_equal_learning(branches: Sequence[Branch]) -> str:
     Mean over the last quarter of that sum; of branches that get so far. Without the learning rate, steps of
     16K and of 2.1M tokens could not be compared.
     """
-    ordinary = [name for name, (_, gain, has_none, _) in SETUPS.items() if gain == 1 and not has_none]
-    totals = {
-        SETUPS[name][-1]: learning_rates(name).sum() for name in ordinary if SETUPS[name][0] == 2_097_152
-    }
-    by_size: dict[tuple[int, int], list[str]] = {}
-    for name in ordinary:
-        by_size.setdefault((int(name.split("M")[0]), SETUPS[name][0]), []).append(name)
+    found: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
+    totals: dict[int, float] = {}
+    for name, (tokens, gain, has_none, steps) in SETUPS.items():
+        if gain != 1 or has_none:
+            continue
+        rates = learning_rates(next(one.run for one in branches if one.setup == name))
+        differences = gaps(branches, name, "SageBwd, paper").values()
+        found.setdefault((int(name.split("M")[0]), tokens), []).extend((rates, one) for one in differences)
+        if tokens == 2_097_152:
+            totals[steps] = rates.sum()
     rows = []
-    for (millions, tokens), names in sorted(by_size.items()):
-        found = [[late_means(branches, name, total) for name in names] for _, total in sorted(totals.items())]
-        cells = [mean_and_range([*itertools.chain(*means)], models=1) for means in found]
-        rows.append([f"{millions}M", f"{tokens:,}", *cells])
+    for (millions, tokens), every in sorted(found.items()):
+        means = [
+            [late_mean(*one, total) for one in every if one[0].sum() >= total]
+            for _, total in sorted(totals.items())
+        ]
+        rows.append([f"{millions}M", f"{tokens:,}", *(mean_and_range(one, models=1) for one in means)])
     return table(
         ["model", "tokens per step", *(f"as {steps} steps of 2.1M" for steps in sorted(totals))], rows
     )
 
 
-def late_means(branches: Sequence[Branch], setup: str, total: float) -> list[float]:
-    """By model, over the steps at which the sum of learning rates lies between .75 and 1 of the total."""
-    sums = np.cumsum(learning_rates(setup)).round(6)
-    if sums[-1] < total.round(6):
-        return []
-    late = (sums > 0.75 * total) & (sums <= total.round(6))
-    return [gap[late].mean() for gap in gaps(branches, setup, "SageBwd, paper").values()]
+def late_mean(rates: np.ndarray, gap: np.ndarray, total: float) -> float:
+    """Over the steps at which the sum of learning rates lies between .75 and 1 of the total."""
+    sums = np.cumsum(rates)
+    return gap[(sums > 0.75 * total) & (sums <= total)].mean()
 
 
-def learning_rates(setup: str) -> np.ndarray:
-    """Of each step of a branch, relative to the peak: it falls, as 1 − √, to a tenth."""
-    steps = SETUPS[setup][-1]
-    falling = FALLING.get(setup, steps)
-    return np.append(np.ones(steps - falling), 1 - 0.9 * np.sqrt(np.arange(1, falling + 1) / falling))
+def learning_rates(run: Mapping[str, Any]) -> np.ndarray:
+    """Of each step of a branch."""
+    group, settings = run["group"], SimpleNamespace(**run["config"]["optimizer"])
+    steps = range(group["branch_step"], group["steps"])
+    return np.array(
+        [
+            learning_rate(step, steps=group["steps"], warmup_steps=group["warmup_steps"], settings=settings)
+            for step in steps
+        ]
+    )
 
 
 def ablation_table(arms: Sequence[Branch], rows: Mapping[str, Any]) -> str:
