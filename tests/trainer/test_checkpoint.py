@@ -413,7 +413,7 @@ def test_files_outside_the_checkpoint_are_not_read(folder, tmp_path, load):
 
 @pytest.mark.parametrize("name", ["../other", "/etc/passwd", "pipe", "gone"])
 def test_a_seal_that_names_what_is_no_file_of_the_folder(folder, name):
-    os.mkfifo(folder / "pipe")  # reading it would wait for ever
+    os.mkfifo(folder / "pipe")  # reading it would wait forever
     contents = read_seal(folder)
     sealed = {**contents, "files": {**contents["files"], name: "0 bytes, crc 00000000"}}
     (folder / SEAL).write_text(json.dumps({**sealed, CHECKSUM: _checksum(sealed)}))
