@@ -24,7 +24,7 @@ from scripts.paper.variants import FULL_PRECISION, NO_QK_NORM
 from trainer.optimizer import learning_rate
 
 NULL = f"{FULL_PRECISION}, FlashAttention-2"
-WINDOW = 50  # steps that a point of a picture is the mean of
+POINTS = 20  # of a curve
 FLOOR = 1e-5  # nats; the pictures end there
 
 #: Of branches.json: name, tokens per step, gain of QK-norm, whether without QK-norm, steps of the branch.
@@ -40,7 +40,7 @@ SETUPS = {
     "325M, without QK-norm, 262,144 tokens per step": (262_144, 1.0, True, 100),
     "325M, with QK-norm, 2,097,152 tokens per step": (2_097_152, 1.0, False, 88),
 }
-PICTURED = ("35M, with QK-norm", "35M, without QK-norm")
+PICTURED = ("35M, with QK-norm", "35M, without QK-norm", "325M, with QK-norm, 2,097,152 tokens per step")
 LOOKS = {
     NULL: Style(BASELINE, ":", ""),
     "SageBwd": ATTENTION["sagebwd"],
@@ -79,7 +79,7 @@ class Branch(NamedTuple):
 
     setup: str
     variant: str
-    seed: int
+    seed: int | str  # the model: "1, trained again" is a second one of seed 1
     losses: np.ndarray
     run: dict[str, Any]
 
@@ -108,7 +108,7 @@ def read_ablation(folder: Path) -> tuple[list[Branch], dict[str, Any]]:
 
 def gaps(
     branches: Iterable[Branch], setup: str, variant: str, base: str = FULL_PRECISION
-) -> dict[int, np.ndarray]:
+) -> dict[int | str, np.ndarray]:
     """By seed, the loss of each step minus the base's; of a branch that was cut off, of the steps it has."""
     own = [one for one in branches if one.setup == setup]
     bases = {one.seed: one.losses for one in own if one.variant == base}
@@ -125,7 +125,7 @@ def windows(steps: int) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
 
-def gap_table(found: Mapping[str, dict[int, np.ndarray]]) -> str:
+def gap_table(found: Mapping[str, dict[int | str, np.ndarray]]) -> str:
     """Mean over models by window of steps, and the range of the last."""
     steps = len(next(iter(next(iter(found.values())).values())))
     rows = []
@@ -146,7 +146,7 @@ def mean_and_range(values: Sequence[float], models: int) -> str:
     return nats(np.mean(values)) + f" ({'; '.join(notes)})" * bool(notes)
 
 
-def last_tenth(own: dict[int, np.ndarray]) -> list[float]:
+def last_tenth(own: dict[int | str, np.ndarray]) -> list[float]:
     return [one[windows(len(one))[-1]].mean() for one in own.values()]
 
 
@@ -270,35 +270,41 @@ def small_rows(rows: Mapping[str, Any], arm: str) -> str:
 
 
 def points(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Means of WINDOW steps, at the windows' last steps."""
-    whole = losses[: len(losses) // WINDOW * WINDOW].reshape(-1, WINDOW)
-    return np.arange(1, len(whole) + 1) * WINDOW, whole.mean(axis=1)
+    """Means of twentieths of the steps, at their last steps."""
+    parts = np.array_split(losses, POINTS)
+    return np.cumsum([len(part) for part in parts]), np.array([part.mean() for part in parts])
 
 
-def draw_gap(axes: Any, own: dict[int, np.ndarray], look: Style, *, label: str) -> None:
+def draw_gap(axes: Any, own: dict[int | str, np.ndarray], look: Style, *, label: str) -> None:
     """The mean over models and their range; what is not above FLOOR is drawn on it."""
-    lines = [points(one)[1] for one in own.values()]
-    steps = points(min(own.values(), key=len))[0]
-    values = np.maximum(np.array([line[: len(steps)] for line in lines]), FLOOR)
+    values = np.maximum([points(one)[1] for one in own.values()], FLOOR)
+    steps = points(next(iter(own.values())))[0]
     axes.fill_between(steps, values.min(0), values.max(0), color=look.color, alpha=0.18, linewidth=0)
     axes.plot(steps, values.mean(0), color=look.color, linestyle=look.dashes, linewidth=1.8, label=label)
 
 
 def draw_branches(branches: Sequence[Branch]) -> Any:
     """Losses of full precision, the default and paper(), and below their gaps next to the null."""
-    figure, panels = grid(2, 2, width=5, height=3, sharex=True)
+    figure, panels = grid(2, len(PICTURED), width=4.6, height=3, sharex="col", sharey="row")
     for (losses, below), setup in zip(panels.T, PICTURED, strict=True):
+        seeds = gaps(branches, setup, "SageBwd, paper")
         for variant, look in {FULL_PRECISION: ATTENTION["fpa"], **LOOKS}.items():
-            own = [one.losses for one in branches if (one.setup, one.variant) == (setup, variant)]
-            if variant != NULL:
+            own = [
+                one.losses
+                for one in branches
+                if (one.setup, one.variant) == (setup, variant) and one.seed in seeds
+            ]
+            if own and variant != NULL:
                 steps, mean = points(np.mean(own, axis=0))
                 width = 4 if variant == FULL_PRECISION else 1.6  # the default hides it otherwise
                 losses.plot(steps, mean, color=look.color, linestyle=look.dashes, linewidth=width)
         for variant, look in LOOKS.items():
-            draw_gap(below, gaps(branches, setup, variant), look, label=WORDS[variant].strip("`"))
-        count = len(gaps(branches, setup, "SageBwd"))
-        losses.set(title=f"{setup}: mean of {count} models")
-        below.set(yscale="log", ylim=(FLOOR, 0.1), xlabel="step of the branch (131,072 tokens each)")
+            if own := gaps(branches, setup, variant):
+                draw_gap(below, own, look, label=WORDS[variant].strip("`"))
+        tokens = f"{SETUPS[setup][0]:,} tokens"
+        count = f"mean of {len(seeds)} models" if len(seeds) > 1 else "one model"
+        losses.set(title=f"{setup.removesuffix(f', {tokens} per step')}: {count}")
+        below.set(yscale="log", ylim=(FLOOR, 0.1), xlabel=f"step of the branch ({tokens} each)")
         for axes in (losses, below):
             axes.grid(alpha=0.3)
     panels[0, 0].set_ylabel("training loss, nats per token")
