@@ -74,6 +74,9 @@ ARMS = {
 }
 
 
+Gaps = dict[int | str, np.ndarray]  # by seed, of each step
+
+
 class Branch(NamedTuple):
     """A training run that goes on from a model's weights, moments and order of data; a loss for each step."""
 
@@ -106,9 +109,7 @@ def read_ablation(folder: Path) -> tuple[list[Branch], dict[str, Any]]:
     return branches, found["rows"]
 
 
-def gaps(
-    branches: Iterable[Branch], setup: str, variant: str, base: str = FULL_PRECISION
-) -> dict[int | str, np.ndarray]:
+def gaps(branches: Iterable[Branch], setup: str, variant: str, base: str = FULL_PRECISION) -> Gaps:
     """By seed, the loss of each step minus the base's; of a branch that was cut off, of the steps it has."""
     own = [one for one in branches if one.setup == setup]
     bases = {one.seed: one.losses for one in own if one.variant == base}
@@ -125,7 +126,7 @@ def windows(steps: int) -> list[slice]:
     return [slice(first, last) for first, last in itertools.pairwise(edges)]
 
 
-def gap_table(found: Mapping[str, dict[int | str, np.ndarray]]) -> str:
+def gap_table(found: Mapping[str, Gaps]) -> str:
     """Mean over models by window of steps, and the range of the last."""
     steps = len(next(iter(next(iter(found.values())).values())))
     rows = []
@@ -146,7 +147,7 @@ def mean_and_range(values: Sequence[float], models: int) -> str:
     return nats(np.mean(values)) + f" ({'; '.join(notes)})" * bool(notes)
 
 
-def last_tenth(own: dict[int | str, np.ndarray]) -> list[float]:
+def last_tenth(own: Gaps) -> list[float]:
     return [one[windows(len(one))[-1]].mean() for one in own.values()]
 
 
@@ -275,7 +276,7 @@ def points(losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.cumsum([len(part) for part in parts]), np.array([part.mean() for part in parts])
 
 
-def draw_gap(axes: Any, own: dict[int | str, np.ndarray], look: Style, *, label: str) -> None:
+def draw_gap(axes: Any, own: Gaps, look: Style, *, label: str) -> None:
     """The mean over models and their range; what is not above FLOOR is drawn on it."""
     values = np.maximum([points(one)[1] for one in own.values()], FLOOR)
     steps = points(next(iter(own.values())))[0]
