@@ -7,21 +7,19 @@ is that both kernels compute S and dP. It saves the transposition of dS, which c
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
-from sagebwd.kernels.triton.assembler import with_right_addresses
+from sagebwd.kernels.triton.compiler import kernel
 from sagebwd.kernels.triton.launch import launch_options, window_arguments, with_the_fix
-from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
+from sagebwd.kernels.triton.operands import PackedOperand, TokenTensor
 from sagebwd.kernels.triton.quantize import quantize, quantize_grad
 
 
-@with_right_addresses
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _dk_dv_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dk, dv, q_segments, kv_segments,
     n_q, n_kv, d, kv_heads, group, q_blocks, kv_blocks, documents, scale, left, right,
@@ -137,8 +135,7 @@ def _dk_dv_kernel(
     device.store_tokens(dv, dv_pointer, first, n_kv, d, dv_acc, OWN, D_PAD)
 
 
-@with_right_addresses
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _dq_kernel(
     q, k, v, grad, k_tokens, v_tokens, grad_tokens, lse, delta, dq, q_segments, kv_segments,
     n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale, left, right,

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from sagebwd.interface import AttentionParams, ForwardResult, nothing_packed
 from sagebwd.kernels.layout import Axes, padded_head_dim
 from sagebwd.kernels.triton import device
-from sagebwd.kernels.triton.assembler import with_right_addresses
+from sagebwd.kernels.triton.compiler import kernel
 from sagebwd.kernels.triton.launch import launch_options, window_arguments, with_the_fix
-from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
+from sagebwd.kernels.triton.operands import PackedOperand, TokenTensor
 from sagebwd.kernels.triton.quantize import k_mean_of, quantize, token_mean
 
 
-@with_right_addresses
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _forward_kernel(
     q, k, v, k_tokens, v_tokens, out, out_residual, lse, q_segments, kv_segments,
     n_q, n_kv, d, heads, group, q_blocks, kv_blocks, documents, scale, left, right,

@@ -10,7 +10,8 @@ from torch import Tensor
 from sagebwd.interface import AttentionParams, ForwardResult
 from sagebwd.kernels.layout import padded_head_dim
 from sagebwd.kernels.triton import device
-from sagebwd.kernels.triton.operands import SIZES, TokenTensor
+from sagebwd.kernels.triton.compiler import kernel
+from sagebwd.kernels.triton.operands import TokenTensor
 
 #: Tokens of a CTA.
 BLOCK = 64
@@ -36,7 +37,7 @@ def _load_sink(sinks, head, heads):
     return tl.where(sink < LEAST, LEAST, sink)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _shift_kernel(
     q, lse, k_mean, document, result, lse_factor, shift_factor, n, d, heads, group, documents, width, blocks,
     BLOCK: tl.constexpr, D_PAD: tl.constexpr,
@@ -52,7 +53,7 @@ def _shift_kernel(
     tl.store(result + row, tl.where(old == float("-inf"), old, new), mask=tokens < n)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _sinks_kernel(
     out, residual, lse, saved_lse, sinks, new_out, new_residual, new_lse, new_saved_lse, n, d, heads, blocks,
     BLOCK: tl.constexpr, D_PAD: tl.constexpr,
@@ -81,7 +82,7 @@ def _sinks_kernel(
         device.store_tokens(new_residual, pointer, first, n, d, tile, BLOCK, D_PAD)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _gradients_kernel(
     dq, k_mean, document, grad_lse, saved_lse, grad_out, out, residual, lse, sinks, lost, scale,
     n, d, heads, group, documents, width, blocks, BLOCK: tl.constexpr, D_PAD: tl.constexpr,

@@ -14,7 +14,8 @@ from sagebwd.config import SageConfig
 from sagebwd.interface import no_mean
 from sagebwd.kernels.layout import Axis, padded_head_dim
 from sagebwd.kernels.triton import device
-from sagebwd.kernels.triton.operands import SIZES, PackedOperand, TokenTensor
+from sagebwd.kernels.triton.compiler import kernel
+from sagebwd.kernels.triton.operands import PackedOperand, TokenTensor
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _store_operand(operand, x, tile, TOKEN_SCALES: tl.constexpr, BLOCK: tl.const
             tl.store(operand.sums + tile * D_PAD + tl.arange(0, D_PAD), tl.sum(values.to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _quantize_kernel(
     x, operand, segments, n, d, heads, blocks, documents,
     SUBTRACT: tl.constexpr, TOKEN_SCALES: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
@@ -71,7 +72,7 @@ def _quantize_kernel(
     _store_operand(operand, tile, cta, TOKEN_SCALES, BLOCK, D_PAD)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _quantize_grad_kernel(
     grad_out, out, out_residual, grad_lse, operand, delta, segments, n, d, heads, blocks,
     TOKEN_SCALES: tl.constexpr, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, D_PAD: tl.constexpr,
@@ -97,7 +98,7 @@ def _quantize_grad_kernel(
     _store_operand(operand, grad_tile, cta, TOKEN_SCALES, BLOCK, D_PAD)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _block_sum_kernel(x, sums, segments, n, d, heads, blocks, BLOCK: tl.constexpr, D_PAD: tl.constexpr):
     """Sum over the tokens of one block of one head; sums is (heads · blocks, D_PAD)."""
     cta = tl.program_id(0)
@@ -110,7 +111,7 @@ def _block_sum_kernel(x, sums, segments, n, d, heads, blocks, BLOCK: tl.constexp
     tl.store(sums + cta.to(tl.int64) * D_PAD + tl.arange(0, D_PAD), tl.sum(tile, 0))
 
 
-@triton.jit(do_not_specialize=SIZES)
+@kernel
 def _mean_kernel(
     sums, mean, segments, n, blocks, documents, BLOCK: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr
 ):

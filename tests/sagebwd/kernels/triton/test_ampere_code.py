@@ -22,7 +22,7 @@ FILES = (
 @pytest.mark.parametrize("file", FILES)
 def test_comparisons_hold_for_ampere_code(file):
     """In a process of its own: Triton's target is forced for the whole process."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-k", "triton-cuda"]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "gpu", "-k", "triton-cuda"]
     command += ["-p", "tests.sagebwd.kernels.triton.ampere_code", str(KERNELS / file)]
     alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     run = subprocess.run(command, cwd=KERNELS.parents[2], env=alone, capture_output=True, text=True)

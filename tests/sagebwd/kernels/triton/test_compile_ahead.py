@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import pytest
 import triton
 
-from sagebwd.kernels.triton.assembler import FIRST_RIGHT, is_right
+from sagebwd.kernels.triton.compiler import is_right, leaks_poison
 from tests.cli import ROOT
 
 #: Bytes of stack of a thread; what does not fit in registers goes there. Other variants than the default
@@ -20,21 +20,23 @@ STACK, STACK_OF_VARIANTS = 512, 1024
 ATTENTION_KERNELS = {"_forward_kernel", "_dk_dv_kernel", "_dq_kernel"}
 
 
-#: A setting whose kernel ptxas 12.8 miscompiles.
-MISCOMPILED = "90/32/query_blocks/attention"
+#: Settings whose kernels ptxas 12.8 and LLVM of Triton 3.6 miscompile.
+MISCOMPILED, MISCOMPILED_BY_LLVM = "90/32/query_blocks/attention", "86/128/layouts/attention"
 #: Cases of compile_ahead.py. CUDA kernels run most settings; these are some that they do not run: on consumer
 #: Ampere, and on data-center Blackwell one for which Triton needs help. Hopper's: `make oldest`.
 CASES = ["86/128/smooth_q/*", "100/64/paper/attention", MISCOMPILED]
 #: A Hopper GPU runs these, and other tests see its spills.
 CASES_OF_HOPPER = ["90/256/default/*", "90/128/paper/attention", "90/64/window/attention"]
 
+FREE = "this Triton is free of it"
 
-def compile_ahead(names, cache, first_right=FIRST_RIGHT):
-    """What compile_ahead.py prints; from version ``first_right`` on, Triton's own assembler is taken."""
+
+def compile_ahead(names, cache, change="pass"):
+    """What compile_ahead.py prints, after a statement that may change ``compiler``."""
     program = (
-        "import sys; from sagebwd.kernels.triton import assembler; "
+        "import sys; from sagebwd.kernels.triton import compiler; "
         "from tests.sagebwd.kernels.triton.compile_ahead import main; "
-        f"assembler.FIRST_RIGHT = {first_right}; main(sys.argv[1:])"
+        f"{change}; main(sys.argv[1:])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "TRITON_DISABLE_LINE_INFO": "1"}
@@ -63,10 +65,24 @@ def test_kernels_compile_fit_and_use_tensor_cores(cases, tmp_path):
 
 
 @pytest.mark.gpu  # it runs anywhere, but takes long
-@pytest.mark.skipif(is_right(triton.knobs.nvidia.ptxas), reason="this Triton's own ptxas is free of it")
-def test_tritons_own_assembler_is_found_out(tmp_path):
-    """If this fails, sagebwd/kernels/triton/assembler.py may no longer be needed."""
-    records = compile_ahead([MISCOMPILED], tmp_path, first_right=(0, 0))
+@pytest.mark.parametrize(
+    ("setting", "name"),
+    [
+        pytest.param(
+            MISCOMPILED,
+            "FIRST_RIGHT",
+            marks=pytest.mark.skipif(is_right(triton.knobs.nvidia.ptxas), reason=FREE),
+        ),
+        pytest.param(
+            MISCOMPILED_BY_LLVM,
+            "FIRST_RIGHT_TRITON",
+            marks=pytest.mark.skipif(not leaks_poison(), reason=FREE),
+        ),
+    ],
+)
+def test_mistakes_of_compilers_are_found_out(setting, name, tmp_path):
+    """If this fails, part of sagebwd/kernels/triton/compiler.py may no longer be needed."""
+    records = compile_ahead([setting], tmp_path, f"compiler.{name} = (0, 0)")
     assert [record["kernel"] for record in records if record["wrong_addresses"]] == ["_dk_dv_kernel"]
 
 
@@ -82,7 +98,7 @@ def failures_of(record):
     if record["atomics"]:
         yield "has atomics, so two runs may differ"
     if record["wrong_addresses"]:
-        yield "multiplies what does not lie at an address of shared memory"
+        yield "accesses memory that is not its own"
     if record["kernels"] == "attention" and record["variant"] != "query_blocks":
         yield from wrong_instructions(record)
 

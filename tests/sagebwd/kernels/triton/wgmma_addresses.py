@@ -2,7 +2,7 @@
 
 A matrix descriptor begins with an address in shared memory, in units of 16 bytes and cut to 14 bits. So the
 value must come from an instruction that cuts, by additions and moves. ptxas 12.8 sometimes takes another
-register instead; see sagebwd/kernels/triton/assembler.py.
+register instead; see sagebwd/kernels/triton/compiler.py.
 
 The instructions are followed backwards in the order in which they lie in the cubin, not through branches:
 loops begin with what was computed before them, so this finds the same.
