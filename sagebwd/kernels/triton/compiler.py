@@ -44,11 +44,14 @@ def kernel(function: Callable[..., None]) -> Any:
         key: Any, signature: Any, device: Any, constexprs: Any, options: Any, *rest: Any
     ) -> Any:
         knobs = triton.knobs
+        needs_ptxas = options.arch == HOPPER and not is_right(knobs.nvidia.ptxas)
+        if not needs_ptxas and not leaks_poison():
+            return compile_kernel(key, signature, device, constexprs, options, *rest)
         with knobs.nvidia.scope(), knobs.runtime.scope():
+            if needs_ptxas:
+                knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
             if leaks_poison():
                 knobs.runtime.add_stages_inspection_hook = remove_flags
-            if options.arch == HOPPER and not is_right(knobs.nvidia.ptxas):
-                knobs.nvidia.ptxas = knobs.nvidia.ptxas_blackwell.path
             # Triton's cache does not tell what is compiled so from the rest, but it does their options. This
             # one is ptxas's default, so it changes nothing else.
             options = replace(options, ptx_options=f"{options.ptx_options or ''} --opt-level=3".strip())
