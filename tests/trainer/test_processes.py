@@ -120,6 +120,7 @@ def test_a_second_ctrl_c_reaches_the_running_ones_too(tmp_path):
 
 def loses_its_terminal(folder):
     """As when a connection breaks while a job runs: what it prints to is gone, and SIGHUP says so."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup, and jobs then shall go on
     screen, terminal = pty.openpty()
     for stream in (1, 2):
         os.dup2(terminal, stream)
