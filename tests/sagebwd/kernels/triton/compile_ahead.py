@@ -73,7 +73,7 @@ VARIANTS = {
     "full_float16": Variant(window=FULL, dtype=torch.float16), "smooth_q": Variant(SageConfig(smooth_q=True)),
     "unsigned_p": Variant(SageConfig(unsigned_p=True)),
     "no_int8": Variant(SageConfig(int8_matmuls=(), compensate_o=True)),
-    # LLVM of Triton 3.6 miscompiles this one at head sizes above 64, but for Hopper.
+    # LLVM of Triton 3.6 miscompiles this one at head sizes above 64, but for 9.0 and 10.0.
     "layouts": Variant(
         SageConfig(smooth_q=True, int8_matmuls=("s_fwd", "dv")), layouts=(1, 2, 3, 0), dtype=torch.float16
     ),
