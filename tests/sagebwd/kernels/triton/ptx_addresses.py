@@ -215,13 +215,13 @@ class Threads:
         """Take a register apart, lowest bits first, or put one together."""
         parts = re.search(r"\{(.*)\}", operands)[1].split(",")
         width = bits // len(parts)
-        shifts = [np.uint64(place * width) for place in range(len(parts))]
+        places = [np.uint64(index * width) for index in range(len(parts))]
         if operands.startswith("{"):
             whole = self.read(operands.split("}")[1].strip(" ,"), bits)
-            for part, shift in zip(parts, shifts, strict=True):
-                self.write(part, whole >> shift, width)
+            for part, place in zip(parts, places, strict=True):
+                self.write(part, whole >> place, width)
         else:
-            values = [self.read(part, width) << shift for part, shift in zip(parts, shifts, strict=True)]
+            values = [self.read(part, width) << place for part, place in zip(parts, places, strict=True)]
             self.write(operands.split(",")[0], sum(values), bits)
 
 
